@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -366,5 +367,8 @@ def validation_findings(
         shown = f"{prefix}{key}" if key else error.title
         got = "" if problem["type"] == "missing" else f"{problem['input']!r:.120}"
         message = problem["msg"].removeprefix("Value error, ")
-        findings.append(Finding(code=code, what=f"{shown}: {message}", where=where, got=got))
+        known = re.findall(r"'(.+?)'", message) if problem["type"] == "literal_error" else []
+        near = near_names(str(problem["input"]), known)
+        what = f"{shown}: {message}"
+        findings.append(Finding(code=code, what=what, where=where, got=got, near=near))
     return findings

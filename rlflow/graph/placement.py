@@ -33,6 +33,8 @@ Offload = Literal["layers", "optimizer", "activations"]
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 # How ranks with parts of the same rows attend: each to all tokens with some heads, or round a ring.
 ContextBy = Literal["ulysses", "ring"]
+# When ranks of a pipeline do what: one forward, one backward; or that in two halves, ZB-H1.
+Schedule = Literal["1f1b", "zero-bubble"]
 Count = Annotated[int, Field(ge=1)]
 # Updates that rollouts may be behind: each one more is a batch that waits in memory.
 MOST_STALE = 1000
@@ -57,8 +59,10 @@ class On(Strict):
     their stage alone, and micro-batches pass from stage to stage (Narayanan et al. 2021), so that
     pp times as many devices hold the model. With `virtual` each of these ranks has so many stages,
     apart from each other (section 2.2 there), so that they wait for each other that much less,
-    and send as often more. Rollouts generate whole rows through all layers, in a
-    layout without either. `weights="own"`
+    and send as often more. With `schedule="zero-bubble"` a stage's backward sends on the gradient
+    of its input first, and makes those of its weights later, where it would wait (ZB-H1 of Qi et
+    al. 2023); with `"1f1b"` it makes both at once. Rollouts generate whole rows through all layers,
+    in a layout without any of these. `weights="own"`
     gives a rollout a copy of the weights where it could share the trained ones. With
     `recompute=True` only the inputs of each layer are kept for the backward pass, which computes
     the rest again (Chen et al. 2016); with a number n that holds of the first n layers alone, and
@@ -97,6 +101,7 @@ class On(Strict):
     cp_by: ContextBy | None = None
     pp: Count | None = None
     virtual: Count | None = None
+    schedule: Schedule | None = None
     engine: str | EngineOptions | None = None
     weights: Literal["shared", "own"] | None = None
     recompute: Recompute | None = None

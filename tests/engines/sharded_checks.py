@@ -12,15 +12,17 @@ import transformers
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from rlflow.batch import lengths, select_rows
 from rlflow.engines.hf.layerwise import compiled
 from rlflow.engines.hf.loading import load_model
-from rlflow.engines.hf.microbatches import flat_places
+from rlflow.engines.hf.microbatches import WantedOutputs, flat_places
 from rlflow.engines.hf.sharded.build import load_sharded
 from rlflow.engines.hf.sharded.mesh import AXES, CONTEXT_AXES, EXPERT_AXES
 from rlflow.engines.hf.sharded.train import ShardedTrainEngine
 from rlflow.engines.hf.stages.train import StagedTrainEngine
+from rlflow.engines.hf.stages.weights import LateWeights
 from rlflow.engines.hf.train import TrainEngine
 from rlflow.modelfiles import coded
 from tests.engines.examples import Spec, exact, rows, weighted
@@ -96,6 +98,7 @@ def pair(
     cp_by="ulysses",
     pp=1,
     stages=(),
+    schedule="1f1b",
     **options,
 ):
     """Engines of one rank, and of the ranks of a mesh, which alone has chunks."""
@@ -105,6 +108,7 @@ def pair(
     model = load_sharded(path, **apart, trained=True, **shared)
     engine = ShardedTrainEngine if pp == 1 else StagedTrainEngine
     sharded = engine(model, spec, micro_tokens=micro_tokens, chunk_bytes=chunk_bytes)
+    sharded.schedule = schedule
     model = load_model(path, **shared)
     if dtype == torch.float64:
         exact(model.module)
@@ -255,3 +259,26 @@ def compiled_alike(rank, path, shape):
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
     compiled.BACKEND = "aot_eager"
     return check_equal(rank, path, shape, limit=1e-5, compiled=True, recompute=1)
+
+
+def two_halves(rank, path):
+    """Operations of a backward, and of its halves; whether their gradients are the same."""
+    _, engine = pair(path, (2, 1, 1))
+    batch, asked = rows(n=4), WantedOutputs(KINDS["lm"], 0.8)
+
+    def counted(work):
+        with FlopCounterMode(display=False) as counter:
+            work()
+        return counter.get_total_flops()
+
+    whole = counted(engine.forwarded(batch, weighted(batch), asked).backward)
+    expected = {name: g.clone() for name, g in engine.optimizer.gradients().items()}
+    engine.optimizer.zero_grad()
+    late = LateWeights(engine.model)
+    forwarded = engine.forwarded(batch, weighted(batch), asked)
+    with late.leaving():
+        first = counted(forwarded.backward)
+    second = counted(late.add)
+    late.give()
+    same = all(torch.equal(g, expected[n]) for n, g in engine.optimizer.gradients().items())
+    return whole, first, second, same

@@ -141,6 +141,40 @@ def test_several_stages_on_a_rank_compute_what_one_does(shape, family, options, 
     equal(world, model_dir(family, 5), shape, **{**VIRTUAL, **options})
 
 
+SPLIT = {"schedule": "zero-bubble", "stages": (2, 2), "micro_tokens": 20, "pp": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "family", "options"),
+    [
+        pytest.param((1, 1, 1), "llama", {}, id="llama"),
+        pytest.param((1, 1, 1), "qwen2", {"recompute": True}, id="tied"),
+        pytest.param((1, 1, 1), "qwen3", {"head": "value", **HOSTING}, id="value-hosting"),
+        pytest.param((1, 1, 1), "llama", {"lora": LORA}, id="lora"),
+        pytest.param((1, 1, 1), "mistral", {"micro_tokens": None}, id="alone"),
+        pytest.param((1, 1, 1), "llama", {"pp": 4, "stages": (1, 1, 1, 1)}, id="pp4"),
+        pytest.param((1, 2, 1), "llama", {"uneven": True}, id="fsdp2"),
+        pytest.param((2, 1, 1), "qwen2", {"recompute": 3}, id="dp2-tied"),
+        pytest.param((1, 1, 2), "qwen2", {"sequence": True}, id="sequence-tied"),
+        pytest.param((1, 1, 2), "qwen3", {}, id="tp2"),
+        pytest.param((1, 2, 1, 1, 2), "llama", {}, id="cp2"),
+    ],
+)
+def test_a_backward_in_two_halves_computes_what_one_does(shape, family, options, world, model_dir):
+    equal(world, model_dir(family, 4), shape, **{**SPLIT, **options})
+
+
+def test_two_halves_of_a_backward_are_one(world, model_dir):
+    """Nothing is computed twice; what layers' weights are multiplied by is in the second half."""
+    layer = 32 * (32 + 2 * 16 + 32) + 3 * 32 * 64
+    for whole, first, second, same in world(2).run(checks.two_halves, model_dir("llama")):
+        assert same
+        assert whole == first + second
+        assert second % (2 * 2 * layer) == 0
+        assert 0.4 < second / whole < 0.5
+
+
 # A gradient that is all rounding, such as that of a key's bias, would be scaled up to a step.
 STEADY = replace(Spec(), eps=1e-3)
 

@@ -80,7 +80,7 @@ def test_nobody_waits_for_ever_and_all_that_is_sent_is_taken(count, virtual, rou
 def test_forwards_alone_wait_for_nobody_for_ever(count, virtual, passes):
     orders = [list(forwards(passes, count, virtual)) for _ in range(count)]
     for order in orders:
-        order += [StageTurn(t.micro, virtual - 1 - t.turn, back=True) for t in order]
+        order += [StageTurn(t.micro, virtual - 1 - t.turn, "backward") for t in order]
     played(orders, virtual)
 
 

@@ -27,7 +27,7 @@ def ones(response: str, answer: str) -> float:
     return response.count("1") / 6
 
 
-def placed(count: int, **on: int) -> rf.Placement:
+def placed(count: int, **on: int | str) -> rf.Placement:
     return rf.Placement(pools={"all": count}, assign={"*": rf.on("all", **on)})
 
 
@@ -36,6 +36,9 @@ def placed(count: int, **on: int) -> rf.Placement:
         "whole": placed(1),
         "pp": placed(2, pp=2),
         "fsdp": placed(2),
+        "split": placed(2, pp=2, schedule="zero-bubble", micro=128),
+        "split-dp": placed(4, pp=2, schedule="zero-bubble", fsdp=1, micro=128),
+        "split-tp": placed(4, pp=2, schedule="zero-bubble", tp=2, micro=128),
         "virtual": placed(2, pp=2, virtual=2, micro=128),
         "virtual-dp": placed(4, pp=2, virtual=2, fsdp=1, micro=128),
         "virtual-fsdp": placed(4, pp=2, virtual=2, micro=128),
@@ -53,7 +56,7 @@ def grpo(cfg: Config) -> None:
     advantages = ops.advantage("grpo", samples, ops.reward(ones, samples))
     ops.update(actor, samples, advantages, ref_lp, loss=rf.PolicyLoss("ppo_clip", kl_coef=0.05))
 """
-DEVICES = {"whole": 1, "pp": 2, "fsdp": 2, "virtual": 2}
+DEVICES = {"whole": 1, "pp": 2, "fsdp": 2, "split": 2, "virtual": 2}
 LAYERS = 5
 
 
@@ -85,6 +88,10 @@ def metrics(run: Path):
     ("place", "then", "lora"),
     [
         pytest.param("pp", "fsdp", False, id="pp"),
+        pytest.param("split", "fsdp", False, id="split"),
+        pytest.param("split", "pp", True, id="split-lora", marks=pytest.mark.extra),
+        pytest.param("split-dp", "split", False, id="split-dp", marks=pytest.mark.extra),
+        pytest.param("split-tp", "split-dp", False, id="split-tp", marks=pytest.mark.extra),
         pytest.param("virtual", "fsdp", False, id="virtual", marks=pytest.mark.extra),
         pytest.param("virtual", "virtual", True, id="lora", marks=pytest.mark.extra),
         pytest.param("virtual-dp", "virtual-dp", False, id="dp", marks=pytest.mark.extra),

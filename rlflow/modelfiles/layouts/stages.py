@@ -45,6 +45,36 @@ def staging_finding(
     )
 
 
+def splitting_finding(
+    path: str, family: Family | None, pp: int, virtual: int, *, once: bool
+) -> Finding | None:
+    """E531 where backwards of a trained model cannot be in two halves; None else.
+
+    Its gradients are summed `once` in a step over ranks that share weights. A `family` may not be
+    known.
+    """
+    fix = 'rf.on(..., pp=2, schedule="zero-bubble")'
+    if pp == 1:
+        got, expected = "pp=1", "pp=2 at least"
+    elif virtual > 1:
+        got, expected = f"virtual={virtual}", "one stage on each rank"
+    elif family is not None and family.experts != "none":
+        got, expected = "experts, whose gradients are not left for later", "a dense model"
+        fix = f"rf.on(..., pp={pp})"
+    elif not once:
+        got, expected = 'gradient_sync="each"', "gradients of weights that are summed once"
+        fix = fix.replace(")", ', gradient_sync="last")')
+    else:
+        return None
+    return Finding(
+        code="E531",
+        what=f'schedule="zero-bubble": backwards of model {path!r} cannot be in two halves',
+        got=got,
+        expected=expected,
+        fix=fix,
+    )
+
+
 def ahead(place: int, pp: int, virtual: int = 1) -> int:
     """Forwards through one stage that a rank makes before its first backward.
 
@@ -58,6 +88,16 @@ def ahead(place: int, pp: int, virtual: int = 1) -> int:
 def under_way(place: int, pp: int, virtual: int = 1) -> float:
     """Micro-batches whose activations a rank has at the most, in those of all of its stages."""
     return (ahead(place, pp, virtual) + 1) / virtual
+
+
+def weights_behind(place: int) -> int:
+    """Backwards that a rank makes before it begins with gradients of weights, where they are split.
+
+    As many as there are ranks before it, so that each keeps something of as many micro-batches as
+    there are ranks, which is what the first one has under way in any case (ZB-H1 of Qi et al.,
+    arXiv:2401.10241, section 2.1).
+    """
+    return place
 
 
 @cache

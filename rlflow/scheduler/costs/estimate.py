@@ -30,10 +30,11 @@ from rlflow.scheduler.costs.distributions import (
 )
 from rlflow.scheduler.costs.lengths import Load
 from rlflow.scheduler.costs.pieces import WHOLE, Piece, as_measured
+from rlflow.scheduler.costs.ranks.attending import DTYPES
 from rlflow.scheduler.costs.ranks.draft_turns import DraftTurn, drafting_shape, turn_of
 from rlflow.scheduler.costs.ranks.optimizer_seconds import averaging, orthogonal_seconds
-from rlflow.scheduler.costs.ranks.pipeline import piped
-from rlflow.scheduler.costs.ranks.rank_memory import CACHE, DTYPES, Holds
+from rlflow.scheduler.costs.ranks.pipeline import piped, piped_update
+from rlflow.scheduler.costs.ranks.rank_memory import CACHE, Holds
 from rlflow.scheduler.costs.roofline import Roofline
 from rlflow.scheduler.costs.rows.expected import ExpectedRows
 from rlflow.scheduler.costs.rows.rollouts import rollout_seconds
@@ -171,8 +172,7 @@ class Costs(ExpectedRows):
                 step += orthogonal_seconds(roof, matrices)
             step += roof.read(CODED * self.coded(instance)[0])
             again = instance.recomputes
-            one = piped(roof, load, lambda each: each.update(load, sent, recompute=again)) + step
-            one += roof.replicas.all_reduce(sent) if roof.pp > 1 else 0.0
+            one = piped_update(roof, load, sent, again) + step
             before = getattr(learning and learning.loss, "forwards", 0)
             before += bool(router is not None and router.balance_coef)
             first = before * piped(roof, load, lambda each: each.forward(load))
@@ -255,9 +255,8 @@ class Costs(ExpectedRows):
 
     def roofline(self, instance: Instance, shape: Shape) -> Roofline:
         """A model on an instance's ranks: a mesh (replicas, pp, fsdp, tp), row-major."""
-        model, devices = self.graph.model(instance.model), instance.devices
-        across = instance.stage_ranks
-        size = dtype_bytes(model)
+        model = self.graph.model(instance.model)
+        devices, across, size = instance.devices, instance.stage_ranks, dtype_bytes(model)
         low = instance.trained and size < FULL_BYTES
         return Roofline(
             kind=as_shared(self.cluster, devices),
@@ -281,6 +280,7 @@ class Costs(ExpectedRows):
             replicas=group_of(self.cluster, devices[:: instance.ranks] if instance.trained else ()),
             pp=instance.pp,
             virtual=instance.virtual,
+            splits=instance.schedule == "zero-bubble" and model.lora is None,
             stage=self.stage,
             hop=group_of(self.cluster, devices[: 2 * across : across] if instance.pp > 1 else ()),
             serving=serving_of(instance, self),

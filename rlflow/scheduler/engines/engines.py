@@ -81,6 +81,7 @@ def option_findings(node: Node, where: On, costs: Costs) -> list[Finding]:
         "ep": where.ep if where.ep not in (None, 1) else None,
         "pp": where.pp if where.pp not in (None, 1) else None,
         "virtual": where.virtual if where.virtual not in (None, 1) else None,
+        "schedule": where.schedule if where.schedule not in (None, "1f1b") else None,
         "cp": where.cp if where.cp not in (None, 1) else None,
         "recompute": where.recompute or None,
         "offload": ",".join(where.offloads) or None,

@@ -68,6 +68,14 @@ class LayerBytes:
         return (beside + cut / self.ranks + experts.routed) * self.size
 
     @property
+    def for_weights(self) -> float:
+        """Bytes of a token that one layer's gradients of weights are made of.
+
+        Inputs and gradients of outputs of its products, whole on ranks that share the sequence.
+        """
+        return self.passing + 2 * (self.shape.hidden - self.between) * self.size
+
+    @property
     def attended(self) -> float:
         """Bytes of what one layer's attention makes of a token, with a log-sum for each head."""
         return self.shape.heads * (self.shape.head_dim * self.size + WIDE_BYTES) / self.ranks

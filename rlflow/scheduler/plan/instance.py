@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from rlflow.graph.op import Use
-from rlflow.graph.placement import ContextBy, Recompute
+from rlflow.graph.placement import ContextBy, Recompute, Schedule
 from rlflow.graph.user.engine_options import EngineOptions
 from rlflow.modelfiles.paging import MOST_ROWS
 from rlflow.scheduler.plan.engine_plan import EnginePlan
@@ -76,9 +76,10 @@ class Instance:
     Its ranks are a mesh (replicas, pp, fsdp, cp, tp), row-major over `devices`. Ranks along `tp`
     share each layer, and therefore the rows, of which ranks along `cp` have a part of the tokens
     each, and attend `cp_by` heads or a ring. Those along pp see the same rows. Of `stages` of so
-    many layers each has every pp-th one, `virtual` of them. Those along fsdp and cp share every
-    parameter; each `ep` neighbours hold different experts. So many parameters are `seeing`, of a
-    vision tower and of its projector: every rank along tp of the first stage has those of all.
+    many layers each has every pp-th one, `virtual` of them, and updates go by a `schedule`. Those
+    along fsdp and cp share every parameter; each `ep` neighbours hold different experts. So many
+    parameters are `seeing`, of a vision tower and of its projector: every rank along tp of the
+    first stage has those of all.
     A rank sees at most `micro_tokens` tokens in a pass, or its part of one row.
     An update's backward computes layers again that `recompute` names, or the `recompute_first`.
     Layers gathered for an update's forward are `kept_whole` until its backward, or gathered again.
@@ -108,6 +109,7 @@ class Instance:
     cp_by: ContextBy | None = None
     pp: int = 1
     virtual: int = 1
+    schedule: Schedule = "1f1b"
     stages: tuple[int, ...] = ()
     seeing: tuple[int, ...] = ()
     recompute: bool | Literal["selective"] = False
@@ -263,6 +265,7 @@ class Instance:
         """The printed layout."""
         parts = [f"pp={self.pp}"] if self.pp > 1 else []
         parts += [f"virtual={self.virtual}"] if self.virtual > 1 else []
+        parts += [f"schedule={self.schedule}"] if self.schedule != "1f1b" else []
         parts += [f"fsdp={self.fsdp}"] if self.fsdp > 1 else []
         parts += [f"ep={self.ep}"] if self.ep > 1 else []
         parts += [f"cp={self.cp}", *([self.cp_by] if self.cp_by else [])] if self.cp > 1 else []
@@ -302,7 +305,8 @@ class Instance:
         for name in (*rare, *late):
             if not found[name]:
                 del found[name]
-        usual = {"rows_at_once": MOST_ROWS, "ep": 1, "cp": 1, "cp_by": None, "pp": 1, "virtual": 1}
+        usual: dict[str, object] = dict.fromkeys(("ep", "cp", "pp", "virtual"), 1)
+        usual |= {"rows_at_once": MOST_ROWS, "cp_by": None, "schedule": "1f1b"}
         for name in (name for name, value in usual.items() if found[name] == value):
             del found[name]
         del found["engine_plan"], found["options"]

@@ -31,7 +31,7 @@ from rlflow.scheduler.search.ranges import Range
 
 MOST_COMBINATIONS = 40_000
 # What a placement of other uses says of an option that is of training alone.
-OF_TRAINING = {"recompute": None, "reshard_after_forward": None, "gradient_sync": None}
+OF_TRAINING = dict.fromkeys(("recompute", "reshard_after_forward", "gradient_sync", "schedule"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,10 @@ def instances_are_placed(facts: Facts) -> Iterator[str]:
             yield f"{i.name}: {sizes} ranks on {len(i.devices)} devices"
         if i.stages and (len(i.stages) != i.pp * i.virtual or min(i.stages) < 1):
             yield f"{i.name}: stages of {i.stages} layers, where there are {i.pp} x {i.virtual}"
+        if i.schedule != "1f1b" and (i.pp == 1 or i.virtual > 1 or not i.trained):
+            yield f"{i.name}: {i.schedule} of pp={i.pp}, virtual={i.virtual}, trained {i.trained}"
+        if i.schedule != "1f1b" and i.fsdp * i.cp > 1 and not i.reduces_last:
+            yield f"{i.name}: {i.schedule}, and each micro-batch sums gradients of weights"
         if i.fsdp * i.cp % i.ep:
             yield f"{i.name}: experts apart on {i.ep} of {i.fsdp * i.cp} ranks"
         if i.name not in served:

@@ -7,7 +7,7 @@ equal numbers. This file knows no model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 Library = Literal["mkl", "onednn", "torch"]
+# What may take the gradient of outputs and the inputs that a weight's gradient is made of.
+Late = Callable[[Tensor, Tensor], bool]
 
 _multiply = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 # With fewer rows a library adds in another order. Such a product is filled up with zeros, so that
@@ -107,14 +109,23 @@ class Products(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, joined: Tensor, joined_bias: Tensor | None, *parts: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        joined: Tensor,
+        joined_bias: Tensor | None,
+        late: Late | None,
+        *parts: Tensor | None,
     ) -> Tensor:
-        """`x [rows, in]`, `joined [out, in]` and its bias; `parts` are its weights, then biases."""
+        """`x [rows, in]`, `joined [out, in]` and its bias; `parts` are its weights, then biases.
+
+        In a backward a weight's gradient may be left for `late`.
+        """
         half = len(parts) // 2
-        trained = ctx.needs_input_grad[3]
+        trained = ctx.needs_input_grad[4]
+        ctx.late = late
         ctx.save_for_backward(x if trained else None, joined)
         ctx.sizes = [len(weight) for weight in parts[:half] if weight is not None]
-        ctx.biased = joined_bias is not None and ctx.needs_input_grad[3 + half]
+        ctx.biased = joined_bias is not None and ctx.needs_input_grad[4 + half]
         return product(x, joined, joined_bias)
 
     @staticmethod
@@ -123,9 +134,10 @@ class Products(torch.autograd.Function):
         x, joined = ctx.saved_tensors
         grad_x = product(grad, joined.t()) if ctx.needs_input_grad[0] else None
         none = (None,) * len(ctx.sizes)
-        weights = none if x is None else torch.split(outer_product(grad, x), ctx.sizes)
+        left = x is None or (ctx.late is not None and ctx.late(grad, x))
+        weights = none if left else torch.split(outer_product(grad, x), ctx.sizes)
         biases = torch.split(grad.sum(0), ctx.sizes) if ctx.biased else none
-        return grad_x, None, None, *weights, *biases
+        return grad_x, None, None, None, *weights, *biases
 
 
 def products(
@@ -136,14 +148,15 @@ def products(
         return product(x, joined, joined_bias)
     weights = [layer.weight for layer in layers]
     biases = [layer.bias for layer in layers]
+    late = getattr(layers[0], "late", None) if len(layers) == 1 else None
     output: Tensor = Products.apply(  # type: ignore[no-untyped-call]
-        x, joined, joined_bias, *weights, *biases
+        x, joined, joined_bias, late, *weights, *biases
     )
     return output
 
 
 def linear(x: Tensor, layer: nn.Linear) -> Tensor:
-    """A linear layer's output for `x [..., in]`."""
+    """A linear layer's output for `x [..., in]`; it may have a `late`."""
     rows = x.reshape(-1, x.shape[-1])
     output = products(rows, layer.weight.detach(), layer.bias, (layer,))
     return output.view(*x.shape[:-1], layer.out_features)

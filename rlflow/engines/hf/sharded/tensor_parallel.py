@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -222,7 +221,7 @@ class Split:
         """
         role = self.roles[layer]
         bias = None if role == "rows" else layer.bias
-        own: Any = SimpleNamespace(weight=layer.weight, bias=bias, out_features=len(layer.weight))
+        own: Any = Standing(layer, {"bias": bias, "out_features": len(layer.weight)})
         output = linear(x, own)
         if isinstance(layer, AdaptedLinear) and layer.adapters.active:
             output = output + self.change(x, layer).view(output.shape)

@@ -1,12 +1,14 @@
 """Training over the stages of a pipeline: micro-batches one behind the other, there and back.
 
-One forward, one backward, see `turns`. This file knows no algorithm.
+One forward, one backward, or that in two halves, see `turns`. This file knows no algorithm.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -22,7 +24,9 @@ from rlflow.engines.hf.sharded.optim import ShardedAdamW
 from rlflow.engines.hf.sharded.train import Forwarded, ShardedTrainEngine
 from rlflow.engines.hf.stages.stage import LayerStage
 from rlflow.engines.hf.stages.turns import forwards, turns
+from rlflow.engines.hf.stages.weights import LateWeights
 from rlflow.engines.hf.train import EXPERTS
+from rlflow.graph.placement import Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +54,17 @@ class StagedTrainEngine(ShardedTrainEngine):
     """Computes with the stages of `model`; results are those of one rank with all rows and layers.
 
     Ranks of all stages call `forward` and `step` with the rows of their row part. Losses and
-    outputs are made by the last stage, and told to the others.
+    outputs are made by the last stage, and told to the others. Its `schedule` is when ranks do
+    what, as a placement says it.
     """
+
+    schedule: Schedule = "1f1b"
+
+    @cached_property
+    def late(self) -> LateWeights | None:
+        """What backwards leave; None where they are whole, as those of a first stage are."""
+        split = self.schedule == "zero-bubble" and not self.stage.has_first
+        return LateWeights(self.model) if split else None
 
     @property
     def stage(self) -> LayerStage:
@@ -136,12 +149,17 @@ class StagedTrainEngine(ShardedTrainEngine):
         stage, total = self.stage, dict[str, Tensor]()
         begun: list[tuple[Batch, bool]] = []
         under_way: dict[tuple[int, int], UnderWay] = {}
-        for turn in turns(passes, stage.place, stage.count, stage.virtual):
+        split, late = self.schedule == "zero-bubble", self.late
+        for turn in turns(passes, stage.place, stage.count, stage.virtual, split=split):
+            if late is not None and turn.way == "weights":
+                late.add()
+                continue
             with stage.in_turn(turn.turn):
                 if turn.back:
                     last = turn.micro + 1 == passes
                     self.model.reduce_gradients(last, once=self.reduces_last)
-                    under_way.pop((turn.micro, turn.turn)).backward(stage)
+                    with nullcontext() if late is None else late.leaving():
+                        under_way.pop((turn.micro, turn.turn)).backward(stage)
                     advance(turn.turn == 0, "micro-batches")
                     continue
                 if turn.turn == 0:
@@ -152,6 +170,8 @@ class StagedTrainEngine(ShardedTrainEngine):
                 ends = found if stage.last else None
                 under_way[turn.micro, turn.turn] = UnderWay(*stage.passed(), ends)
         stage.flush()
+        if late is not None:
+            late.give()
         self._add_repeated()
         return total
 

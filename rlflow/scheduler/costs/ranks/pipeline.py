@@ -9,29 +9,77 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from rlflow.graph.placement import Recompute
 from rlflow.scheduler.costs.lengths import Load
 from rlflow.scheduler.costs.roofline import Roofline
 
 
-def through_stages(seconds: Sequence[float], passes: int, hop: float, virtual: int = 1) -> float:
+def through_stages(
+    seconds: Sequence[float],
+    passes: int,
+    hop: float,
+    virtual: int = 1,
+    late: Sequence[float] | None = None,
+) -> float:
     """Seconds until so many passes are through ranks that take `seconds` for all of them.
 
     A pass takes `hop` from a stage to the next, on its way there and back; ranks have `virtual`
-    stages each.
+    stages each. Of a rank's seconds `late` ones are gradients of weights that nobody waits for,
+    with which ranks fill what they would wait: of (p - 1) (F + B + W) they leave (p - 1) (F + B -
+    W), table 1 of Qi et al., arXiv:2401.10241, for ZB-H1, where passes are p or more.
     """
-    slowest, first = max(seconds) / passes, sum(seconds) / passes
-    filling = (first - slowest) / virtual + (len(seconds) - 1) * hop
+    slowest = max(seconds) / passes
+    place = seconds.index(max(seconds))
+    others = max(1, len(seconds) - 1)
+    share = 1 + min(passes - 1, others) / others
+    filled = [0.0] * len(seconds) if late is None else [share * each for each in late]
+    waits = sum((s - f) / passes for s, f in zip(seconds, filled, strict=True))
+    waits -= (seconds[place] - filled[place]) / passes
+    filling = waits / virtual + (len(seconds) - 1) * hop
     return passes * slowest + (passes - 1) * virtual * hop + filling
 
 
-def piped(roof: Roofline, load: Load, seconds: Callable[[Roofline], float]) -> float:
-    """Seconds of passes of a part's rows through all stages, each of which takes so many."""
+def piped(
+    roof: Roofline, load: Load, seconds: Callable[[Roofline], float], *, split: bool = False
+) -> float:
+    """Seconds of passes of a part's rows through all stages, each of which takes so many.
+
+    Those of an update may be in halves, as `late` says.
+    """
     if roof.pp == 1:
         return seconds(roof)
     tokens = roof.ending(load)[0] / roof.passes(load)
-    each = [one for stage, count in roof.stages for one in (seconds(stage),) * count]
+    each = of_stages(roof, seconds)
     hop = roof.hop.send(hop_bytes(roof, tokens))
-    return through_stages(each, roof.passes(load), hop, roof.virtual)
+    filled = of_stages(roof, lambda stage: late(stage, load)) if split else None
+    return through_stages(each, roof.passes(load), hop, roof.virtual, filled)
+
+
+def piped_update(roof: Roofline, load: Load, trained: float, again: Recompute) -> float:
+    """The same of an update; see `Roofline.update`.
+
+    What stages train is summed over their replicas when all are done.
+    """
+
+    def seconds(stage: Roofline) -> float:
+        return stage.update(load, trained, recompute=again)
+
+    one = piped(roof, load, seconds, split=roof.splits)
+    return one if roof.pp == 1 else one + roof.replicas.all_reduce(trained)
+
+
+def of_stages(roof: Roofline, seconds: Callable[[Roofline], float]) -> list[float]:
+    """What each stage takes."""
+    return [one for stage, count in roof.stages for one in (seconds(stage),) * count]
+
+
+def late(stage: Roofline, load: Load) -> float:
+    """Seconds of an update's products that make gradients of a stage's weights, but the head's.
+
+    As many operations as those weights take in a forward.
+    """
+    tokens = stage.ending(load)[0]
+    return stage.computed(tokens, 0, 0) / stage.filled(min(tokens, float(stage.micro_tokens)))
 
 
 def hop_bytes(roof: Roofline, tokens: float) -> float:
@@ -40,7 +88,12 @@ def hop_bytes(roof: Roofline, tokens: float) -> float:
     return tokens * roof.shape.hidden * roof.size / ranks
 
 
-def bubble(seconds: Sequence[float], passes: int, virtual: int = 1) -> float:
+def bubble(
+    seconds: Sequence[float],
+    passes: int,
+    virtual: int = 1,
+    late: Sequence[float] | None = None,
+) -> float:
     """The share of its time that the slowest rank waits for others."""
-    whole = through_stages(seconds, passes, 0.0, virtual)
+    whole = through_stages(seconds, passes, 0.0, virtual, late)
     return 1 - max(seconds) / whole if whole else 0.0

@@ -10,21 +10,21 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Self
 
 from rlflow.graph.op import Use
 from rlflow.graph.placement import ContextBy, Recompute
 from rlflow.modelfiles.chunks import PLAIN, PRODUCT, chunk_bytes
-from rlflow.modelfiles.kernels.attention import AttentionAsked, AttentionChoice, attention_choice
-from rlflow.modelfiles.layouts.stages import under_way
+from rlflow.modelfiles.kernels.attention import AttentionChoice
+from rlflow.modelfiles.layouts.stages import under_way, weights_behind
 from rlflow.modelfiles.paging import MOST_ROWS
 from rlflow.scheduler.costs.lengths import Load
+from rlflow.scheduler.costs.ranks.attending import attention_there
 from rlflow.scheduler.costs.ranks.row_share import RowShare
 from rlflow.scheduler.costs.ranks.tower_bytes import left_bytes, passing_bytes
 from rlflow.scheduler.costs.serving import Serving
 from rlflow.scheduler.devices.collectives import ALONE, Group
-from rlflow.scheduler.devices.hardware import ROCM, Kind
+from rlflow.scheduler.devices.hardware import Kind
 from rlflow.scheduler.models.activations import LayerBytes
 from rlflow.scheduler.models.gradients import WholeGradients
 from rlflow.scheduler.models.mixtures import Experts
@@ -34,7 +34,6 @@ from rlflow.scheduler.plan.plan import MICRO_TOKENS
 
 LAYERS_GATHERED = 2
 SCORE_BYTES = 8
-DTYPES = {2: "bfloat16", 4: "float32"}
 
 CACHE, ACTIVATIONS, GRAPHS = "KV cache", "activations", "graphs"
 EMBEDDED = "gradient of the embedding"
@@ -64,7 +63,8 @@ class RankMemory:
     where the device has it. Kernels read each logit once where the head goes `by_rows`. Of `pp`
     stages, which send each other by `hop`, each has other layers; what is held is that of one
     `stage`, or of the fullest. A rank may have several `virtual` stages. Of its micro-batches
-    `in_flight` are under way at once, which may be through some of its stages.
+    `in_flight` are under way at once, which may be through some of its stages. Where it `splits`
+    backwards, what makes gradients of weights is kept of up to `behind` others.
     """
 
     kind: Kind
@@ -97,6 +97,8 @@ class RankMemory:
     stage: int | None = None
     hop: Group = ALONE
     in_flight: float = 1
+    splits: bool = False
+    behind: int = 0
 
     @property
     def stages(self) -> tuple[tuple[Self, int], ...]:
@@ -118,8 +120,9 @@ class RankMemory:
             yield self
         elif self.stage is not None:
             yield self.stage_at(self.stage)
-        else:
-            yield from (stage for stage, _ in self.stages)
+        else:  # Equal stages hold alike, or the first one most, where backwards are whole.
+            places = range(len(self._kinds)) if self.splits else ()
+            yield from map(self.stage_at, places) if places else (s for s, _ in self.stages)
 
     @property
     def _kinds(self) -> list[tuple[Shape, bool]]:
@@ -130,8 +133,9 @@ class RankMemory:
 
     def _of(self, kind: tuple[Shape, bool], place: int) -> Self:
         ahead = under_way(place, min(self.pp, self.shape.layers), self.virtual)
-        shape, predicts = kind
-        return replace(self, shape=shape, predicts=predicts, in_flight=ahead, replicas=ALONE, pp=1)
+        behind, (shape, predicts) = weights_behind(place) if self.splits else 0, kind
+        one = replace(self, shape=shape, predicts=predicts, replicas=ALONE, pp=1)
+        return replace(one, in_flight=ahead, behind=behind)
 
     @property
     def weights(self) -> float:
@@ -162,7 +166,7 @@ class RankMemory:
     def attention(self) -> AttentionChoice:
         """What computes attention on its devices."""
         shape, chip = self.shape, self.kind.chip
-        return _attention(self.on_cpu, self.size, shape.head_dim, shape.softcap, chip)
+        return attention_there(self.on_cpu, self.size, shape.head_dim, shape.softcap, chip)
 
     @property
     def on_cpu(self) -> bool:
@@ -267,8 +271,9 @@ class RankMemory:
         tokens = self.most_tokens(load)
         logits = self.predicted(min(load.rows * load.lengths.longest, tokens), numbers)
         if train:
-            begun = min(self.in_flight, max(1, math.ceil(load.most_tokens / tokens)))
-            found = self._update_holds(tokens, logits, recompute, begun)
+            count = max(1, math.ceil(load.most_tokens / tokens))
+            begun, behind = min(self.in_flight, count), min(self.behind, count - 1)
+            found = self._update_holds(tokens, logits, recompute, begun, behind)
             return _largest_first(*found, (SEEN, left_bytes(self.shape, self.size, load, tokens)))
         activations = self._passing(load, tokens)
         whole = self.held_whole()
@@ -289,7 +294,7 @@ class RankMemory:
         return max(int(self.layers.passing * tokens), seen)
 
     def _update_holds(
-        self, tokens: float, logits: int, recompute: Recompute, under_way: float
+        self, tokens: float, logits: int, recompute: Recompute, under_way: float, behind: int
     ) -> Holds:
         """What an update holds as its backward begins, at the head, or in a layer, if that is more.
 
@@ -298,8 +303,9 @@ class RankMemory:
         """
         made, whole, waiting = self.gradients, self.held_whole(), 0
         summed, left = made.summed, int(self.layers.left(tokens, recompute))
-        others = int((under_way - 1) * left)
-        activations = int(self.layers.worked_on(tokens, recompute)) + others
+        late = int(self.layers.for_weights * self.shape.layers * tokens) if self.behind else 0
+        others = int((under_way - 1) * left) + behind * late
+        activations = max(int(self.layers.worked_on(tokens, recompute)), late) + others
         if not self.on_cpu:
             first = left + others
             layer, waiting = activations + int(self.layers.gated * tokens), made.reduced
@@ -375,22 +381,6 @@ class RankMemory:
                 int(self.weights + self.elsewhere + self.apart) if self.gathers else 0,
             ),
         )
-
-
-@lru_cache(maxsize=256)
-def _attention(
-    on_cpu: bool, size: int, head: int, softcap: float | None, chip: str
-) -> AttentionChoice:
-    """What computes attention of such numbers; asked for every step of a rollout."""
-    asked = AttentionAsked(
-        device="cpu" if on_cpu else "cuda",
-        dtype=DTYPES.get(size, "float64"),
-        head=head,
-        value=head,
-        softcap=softcap,
-        rocm=chip in ROCM,
-    )
-    return attention_choice(asked)
 
 
 def _largest_first(*parts: tuple[str, int]) -> Holds:

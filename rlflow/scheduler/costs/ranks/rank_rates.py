@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlflow.scheduler.costs.ranks.rank_memory import DTYPES, RankMemory
+from rlflow.scheduler.costs.ranks.attending import DTYPES
+from rlflow.scheduler.costs.ranks.rank_memory import RankMemory
 from rlflow.scheduler.devices import efficiency
 
 

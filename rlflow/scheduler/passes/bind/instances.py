@@ -34,6 +34,7 @@ from rlflow.scheduler.engines.engines import engine_parts
 from rlflow.scheduler.models.shapes import Shape
 from rlflow.scheduler.passes.bind.cuts import width_findings
 from rlflow.scheduler.passes.bind.pictures import picture_findings
+from rlflow.scheduler.passes.bind.pipelines import schedule_findings, scheduled
 from rlflow.scheduler.plan.engine_plan import EnginePlan
 from rlflow.scheduler.plan.plan import MICRO_TOKENS, Instance, Part, Plan
 
@@ -83,10 +84,9 @@ def _as_said(instance: Instance, said: list[tuple[Node, On]]) -> Instance:
     offload = next((each for each in states if each in asked), None)
     hosts = learns and "activations" in asked
     kept = learns and any(where.reshard_after_forward is False for _, where in said)
-    last = learns and any(where.gradient_sync == "last" for _, where in said)
     shared = instance.shards > 1
     how = replace(recomputing(instance, again), offload=offload, kept_whole=kept and shared)
-    how = replace(how, reduces_last=last and shared)
+    how = scheduled(how, [where for _, where in said] if learns else [])
     how = replace(how, micro_tokens=min([MICRO_TOKENS, *(w.micro for _, w in said if w.micro)]))
     compiled = set(instance.uses) != {"rollout"} and any(where.compile for _, where in said)
     return replace(how, hosts_activations=hosts, compiled=compiled, tf32=_tf32_uses(instance, said))
@@ -244,7 +244,7 @@ def layout_findings(instance: Instance, plan: Plan, costs: Costs) -> list[Findin
     cut = max(instance.tp, instance.ep, instance.cp, instance.pp) > 1
     if instance.compiled and (cut or instance.offload == "layers"):
         findings.append(_not_compiled(instance, plan))
-    findings += picture_findings(instance, plan, costs)
+    findings += picture_findings(instance, plan, costs) + schedule_findings(instance, plan, costs)
     if (shape := costs.shapes[instance.model]) is None:
         return findings
     if (instance.recompute_first or 0) > shape.layers:

@@ -1,16 +1,23 @@
-"""What a plan says of the stages of a pipeline: their layers, what waits, and what passes on."""
+"""What a plan says of the stages of a pipeline: their layers, what waits, and what passes on.
+
+And when their ranks do what, as placements say it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from rlflow.errors import Finding
 from rlflow.graph.graph import Node
-from rlflow.modelfiles.layouts.stages import under_way
+from rlflow.graph.placement import On, Schedule
+from rlflow.modelfiles.layouts.stages import splitting_finding, under_way
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.costs.microbatches import row_parts
-from rlflow.scheduler.costs.ranks.pipeline import bubble, hop_bytes
+from rlflow.scheduler.costs.ranks.pipeline import bubble, hop_bytes, late, of_stages
 from rlflow.scheduler.devices.cluster import amount
-from rlflow.scheduler.plan.plan import Instance
+from rlflow.scheduler.models.flops import TRAINED_FORWARDS
+from rlflow.scheduler.plan.plan import Instance, Plan
 
 
 def stages_note(instance: Instance, nodes: Sequence[Node], costs: Costs) -> str:
@@ -25,6 +32,29 @@ def stages_note(instance: Instance, nodes: Sequence[Node], costs: Costs) -> str:
     return "; ".join([text, *(_passing(node, instance, costs) for node in passed)])
 
 
+def scheduled(instance: Instance, said: Sequence[On]) -> Instance:
+    """The instance with what its uses `said`, none where nothing is trained, of schedule and sums.
+
+    Gradients of weights that come after a backward are summed once, over what `fsdp` shares too.
+    """
+    spoken = [where.schedule for where in said if where.schedule is not None]
+    schedule: Schedule = spoken[0] if spoken else "1f1b"
+    sums = {where.gradient_sync for where in said}
+    once = "last" in sums or (schedule == "zero-bubble" and "each" not in sums)
+    return replace(instance, schedule=schedule, reduces_last=once and instance.shards > 1)
+
+
+def schedule_findings(instance: Instance, plan: Plan, costs: Costs) -> list[Finding]:
+    """What is wrong with the schedule of an instance, for its layout and its model."""
+    if instance.schedule == "1f1b":
+        return []
+    model, shape = plan.graph.model(instance.model), costs.shapes[instance.model]
+    family = None if shape is None else shape.family
+    once = instance.shards == 1 or instance.reduces_last
+    found = splitting_finding(model.path, family, instance.pp, instance.virtual, once=once)
+    return [] if found is None else [replace(found, where=model.where)]
+
+
 def _passing(node: Node, instance: Instance, costs: Costs) -> str:
     """What a node's micro-batches do in the stages."""
     shape = costs.shapes[instance.model]
@@ -34,12 +64,17 @@ def _passing(node: Node, instance: Instance, costs: Costs) -> str:
         costs.load(node, row_parts(node, instance)),
     )
     passes = roof.passes(load)
-    each = [one for stage, count in roof.stages for one in (stage.forward(load),) * count]
-    waits = bubble(each, passes, instance.virtual)
+    each, filled = of_stages(roof, lambda stage: stage.forward(load)), None
+    if roof.splits and node.op.use == "train":
+        each = [TRAINED_FORWARDS * one for one in each]
+        filled = of_stages(roof, lambda stage: late(stage, load))
+    waits = bubble(each, passes, instance.virtual, filled)
     sent = hop_bytes(roof, roof.ending(load)[0]) * instance.virtual
     told = f"{node.name} passes {passes} micro-batches, of which stages wait {waits:.0%} for others"
     if node.op.use != "train":
         return f"{told} and a rank sends {amount(int(sent))} on"
     ahead = min(passes, under_way(0, instance.pp, instance.virtual))
-    told += f", the first has up to {ahead:g} under way (one forward, one backward)"
+    split = instance.schedule == "zero-bubble"
+    order = "gradients of weights fill the bubble" if split else "one forward, one backward"
+    told += f", the first has up to {ahead:g} under way ({order})"
     return f"{told}, and a rank sends {amount(int(sent))} on and as much back"

@@ -1,0 +1,82 @@
+"""Plans of backwards in two halves: what ranks wait for and hold, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+import rlflow as rf
+from rlflow.errors import PlanError
+from rlflow.graph.pipeline import validation_findings
+from rlflow.scheduler.compile import dump_plan
+from rlflow.scheduler.plan.saved import read_plan
+from tests.scheduler.test_virtual_stages import note, planned, update
+
+SPLIT = {"schedule": "zero-bubble", "pp": 4, "tp": 2, "micro": 4096}
+
+
+def waits(text: str) -> int:
+    found = re.search(r"actor.update passes .* wait (\d+)%", text)
+    assert found is not None, text
+    return int(found[1])
+
+
+def test_ranks_wait_for_less_and_hold_about_as_much() -> None:
+    """F = B = W but for attention, so that a third of a bubble is left: Qi et al., table 1."""
+    whole, split = (planned(**{**SPLIT, "schedule": s}) for s in ("1f1b", "zero-bubble"))
+    assert "pp=4 schedule=zero-bubble tp=2" in split.trained_instance("actor").layout()
+    assert "schedule" not in whole.trained_instance("actor").layout()
+    seconds = [update(plan).cost.seconds or 0 for plan in (whole, split)]
+    assert 0.6 < seconds[1] / seconds[0] < 1
+    assert waits(note(split)) < 0.6 * waits(note(whole))
+    assert "gradients of weights fill the bubble" in note(split)
+    held = [dict(update(plan).cost.holds)["activations"] for plan in (whole, split)]
+    # The fullest has something of four micro-batches in both.
+    assert 1 <= held[1] / held[0] < 1.35
+
+
+def test_what_is_kept_for_weights_counts_where_layers_are_computed_again() -> None:
+    whole, split = (
+        planned(**{**SPLIT, "schedule": s, "recompute": True}) for s in ("1f1b", "zero-bubble")
+    )
+    held = [dict(update(plan).cost.holds)["activations"] for plan in (whole, split)]
+    assert held[1] > 2 * held[0]
+
+
+def test_a_plan_with_halves_is_read_back(tmp_path: Path) -> None:
+    plan = planned(**SPLIT)
+    path = tmp_path / "plan.json"
+    path.write_text(dump_plan(plan))
+    assert read_plan(path).trained_instance("actor") == plan.trained_instance("actor")
+    assert '"schedule": "1f1b"' not in dump_plan(planned(pp=4, tp=2, micro=4096))
+
+
+def test_ranks_that_share_weights_sum_gradients_once() -> None:
+    instance = planned(pp=2, schedule="zero-bubble").trained_instance("actor")
+    assert instance.fsdp == 4
+    assert instance.reduces_last
+
+
+@pytest.mark.parametrize(
+    ("model", "on", "what"),
+    [
+        ("shape:qwen2.5-7b", {}, "two halves.*pp=1"),
+        ("shape:qwen2.5-7b", {"pp": 2, "virtual": 2}, "two halves.*virtual=2"),
+        ("shape:mixtral-8x7b", {"pp": 2}, "two halves.*experts"),
+        ("shape:qwen2.5-7b", {"pp": 2, "gradient_sync": "each"}, 'each".*gradient_sync="last"'),
+    ],
+)
+def test_what_cannot_be_in_halves_is_refused(model: str, on: dict[str, object], what: str) -> None:
+    with pytest.raises(PlanError, match=f"(?s)E531.*{what}"):
+        planned(model, schedule="zero-bubble", **on)
+
+
+def test_a_schedule_that_is_not_known_is_told_the_nearest() -> None:
+    with pytest.raises(ValidationError) as caught:
+        rf.on("all", pp=2, schedule="zero-buble")
+    (found,) = validation_findings(caught.value, "E301")
+    assert found.what == "schedule: Input should be '1f1b' or 'zero-bubble'"
+    assert found.near == ("zero-bubble",)
