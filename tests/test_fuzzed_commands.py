@@ -88,6 +88,7 @@ def lines(draw):
 @given(line=lines())
 @example(line=("run", ["--dry-run", "--record-cap", "1e400"]))
 @example(line=("plan", ["--stream", "²"]))
+@example(line=("check", ["--devices", "cpu:2@..4GB"]))
 @example(line=("run", ["--dry-run", "--from-weights", "1"]))
 def test_any_value_of_an_option(rlflow, monkeypatch, tmp_path, line):
     monkeypatch.chdir(tmp_path)

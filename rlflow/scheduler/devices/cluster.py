@@ -41,7 +41,9 @@ __all__ = [
     "parse_cluster",
 ]
 
-SPEC = re.compile(r"(?P<kind>[a-z0-9]+):(?P<count>\d+)(?:@(?P<memory>[\d.]+)(?P<unit>[MG]B))?")
+SPEC = re.compile(
+    r"(?P<kind>[a-z0-9]+):(?P<count>\d+)(?:@(?P<memory>\d+(?:\.\d+)?)(?P<unit>[MG]B))?"
+)
 UNITS = {"MB": 1e6, "GB": 1e9}
 CPU_MEMORY_SHARE = 0.8
 # Of a machine with GPUs, what sleeps may have; the rest is the system's and the processes'.
