@@ -119,7 +119,9 @@ class Resumed(Role):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Portion(Role):
-    """It draws a part of what a `rollout` draws: its prompts are those from `first` on, of `of`.
+    """It draws a part of what a `rollout` draws: of its `of` prompts those from `first` to `last`.
+
+    `first` counts from 0, and `last` is not among them.
 
     One that `helps` has devices that idle otherwise: it waits for the update that they make, and
     has its weights. The node that puts the rows of all parts together has the rollout's name.
@@ -128,10 +130,12 @@ class Portion(Role):
     WORDS: ClassVar[Mapping[str, str]] = {
         "rollout": "portion_of",
         "first": "from_prompt",
+        "last": "to_prompt",
         "of": "of_prompts",
     }
     rollout: str
     first: int
+    last: int
     of: int
     helps: bool = False
 

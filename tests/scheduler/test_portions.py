@@ -133,6 +133,7 @@ def changed(plan: Plan, name: str, **said: object) -> Plan:
         (f"{TRAIN}.prompts", {"groups": (5, 8)}, "prompt 6 is due"),
         (f"{TRAIN}.prompts", {"groups": (6, 7)}, "numbers its prompts"),
         (TRAIN, {"from_prompt": 5}, "numbers its prompts from 5, not 6"),
+        (TRAIN, {"to_prompt": 7}, "draws prompts to 7, it has those to 8"),
         (TRAIN, {"of_prompts": 9}, "differ, or draw 8"),
         (TRAIN, {"temperature": 0.5}, "differ, or draw 8"),
         (GEN, {"portion_of": "nobody"}, "nobody puts the parts of nobody together"),

@@ -197,7 +197,7 @@ def _part(
         where=node.where,
     )
     bound = tuple(Binding(name=f.name, source=taken.name, field=f) for f in fields)
-    role = Portion(rollout=node.name, first=bounds[0], of=total, helps=helps)
+    role = Portion(rollout=node.name, first=bounds[0], last=bounds[1], of=total, helps=helps)
     return taken, replace(node, name=name, inputs=bound, rows_of=name).being(role)
 
 

@@ -75,7 +75,8 @@ def portions_are_whole(facts: Facts) -> Iterator[str]:
 
 def _tile(graph: Graph, name: str, parts: list[Node]) -> Iterator[str]:
     """Parts draw of the same prompts, one after the other, with the same options."""
-    words, following, like = ("portion_of", "from_prompt", "of_prompts", "helps"), 0, set()
+    words = "portion_of", "from_prompt", "to_prompt", "of_prompts", "helps"
+    following, like = 0, set()
     for node in parts:
         said = dict(node.params)
         source = graph.node(node.sources[0])
@@ -84,6 +85,8 @@ def _tile(graph: Graph, name: str, parts: list[Node]) -> Iterator[str]:
             yield f"{node.name} draws of {', '.join(node.sources)}, and prompt {following} is due"
         if said["from_prompt"] != following or num_prompts(graph, node) != bounds[1] - bounds[0]:
             yield f"{node.name} numbers its prompts from {said['from_prompt']}, not {following}"
+        if said["to_prompt"] != bounds[1]:
+            yield f"{node.name} draws prompts to {said['to_prompt']}, it has those to {bounds[1]}"
         following = bounds[1]
         options = tuple(sorted((k, str(v)) for k, v in said.items() if k not in words))
         due = node.model, node.every, node.within, node.op.body

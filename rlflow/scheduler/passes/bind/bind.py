@@ -22,7 +22,6 @@ from rlflow.graph.roles import (
     Recorded,
     Resumed,
 )
-from rlflow.graph.rules.check import num_prompts
 from rlflow.graph.rules.nesting import declared_name, keeps_surplus
 from rlflow.graph.schedule import due_text
 from rlflow.scheduler.context import Context
@@ -319,7 +318,7 @@ def _run(
         pool=place.pool,
         devices=place.devices,
         instance=instance.name if instance else None,
-        reason=Reason(rule="declared", text=_as_declared(node, plan.graph) + _trip(trip, chance)),
+        reason=Reason(rule="declared", text=_as_declared(node) + _trip(trip, chance)),
         after=after,
         needs=needs,
         reads=reads,
@@ -364,7 +363,7 @@ def _trip(trip: Trip | None, chance: float) -> str:
     return f"; {' in '.join(found)}{often}" if found else ""
 
 
-def _as_declared(node: Node, graph: Graph) -> str:
+def _as_declared(node: Node) -> str:
     adapters = ", adapters off" if node.reads_base else ""
     model = f"({node.model}{adapters})" if node.model else ""
     period = due_text(node.every, node.within)
@@ -375,8 +374,7 @@ def _as_declared(node: Node, graph: Graph) -> str:
     if (paused := node.role(Paused)) is not None:
         return f"ops.rollout{model}, to token {paused.until}"
     if (part := node.role(Portion)) is not None:
-        last = part.first + (num_prompts(graph, node) or 0)
-        return f"ops.rollout{model}, prompts {part.first + 1} to {last} of {part.of}"
+        return f"ops.rollout{model}, prompts {part.first + 1} to {part.last} of {part.of}"
     if (averaged := node.role(Averaged)) is not None:
         often = f", every {averaged.every} iterations" if averaged.every != 1 else ""
         return f"ops.average{model} of {averaged.source} v[i+1], where that is trained{often}"
