@@ -40,14 +40,14 @@ def big(graph, path=BIG):
     return replace(graph, models=tuple(m.model_copy(update=changed) for m in graph.models))
 
 
-def large_batch(build):
+def large_batch(build, prompts=256, n=4, tokens=256):
     """PPO or GRPO with as many prompts as many devices need."""
 
     def declare():
         actor = rf.Model("actor", BIG, dtype="bfloat16", optimizer=rf.AdamW(lr=1e-6))
         ref = rf.Model("ref", BIG, dtype="bfloat16")
-        prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=256)
-        samples = ops.rollout(actor, prompts, n=4, max_new_tokens=256)
+        drawn = ops.prompts(rf.data.arithmetic(digits=2), batch=prompts)
+        samples = ops.rollout(actor, drawn, n=n, max_new_tokens=tokens)
         reward, given = ops.reward(exact, samples), [ops.log_probs(ref, samples)]
         if build == "ppo":
             critic = rf.Model(
@@ -429,9 +429,9 @@ def test_equal_in_every_process():
 @pytest.mark.slow
 def test_devices_that_train_help_those_of_another_kind():
     """Pools have devices of one kind: the slower ones decode, and who trains has time left."""
-    graph = large_batch("grpo")
-    devices = parse_cluster("h100:2,l40s:2", 4)
-    limits = SearchLimits(plans=30, staleness=1)
+    graph = large_batch("grpo", prompts=512, n=16, tokens=1024)
+    devices = parse_cluster("h100:8,l40s:8", 16)
+    limits = SearchLimits(plans=30, staleness=1, engine="sglang")
     tuned = search_placements(graph, {}, devices, limits=limits)
     found = [
         (row, on)
@@ -443,8 +443,8 @@ def test_devices_that_train_help_those_of_another_kind():
     assert found
     for row, on in found:
         shares = {(role.first, role.of) for _, role in row.plan.graph.having(Portion)}
-        assert (256 - on.share, 256) in shares
-        assert f"draws {on.share} of 256 prompts" in placed_text(row.plan)
+        assert (512 - on.share, 512) in shares
+        assert f"draws {on.share} of 512 prompts" in placed_text(row.plan)
         again = eval(placement_source(row.placement), {"rf": rf})
         assert again == row.placement
         period = compile_plan(graph, again, devices).plan.timing.seconds
