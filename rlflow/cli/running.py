@@ -11,7 +11,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,7 +49,8 @@ from rlflow.cli.shell.leaving import said_if_ended, unless_stopped
 from rlflow.cli.stages.parts import require_trained
 from rlflow.cli.tracing.observing import check_observed, observer_of, profiled_actions
 from rlflow.errors import Finding, GraceOver, Interrupted, Preempted, UsageError
-from rlflow.graph.headline import headline
+from rlflow.graph.cut.whole import whole_rollouts
+from rlflow.graph.headline import graph_document, headline
 from rlflow.runtime.record.changes import drains
 from rlflow.runtime.record.edges.keeping import record_kept
 from rlflow.runtime.record.identity.digests import digests_of
@@ -299,8 +300,7 @@ def _write_plan(planned: Planned, asked: _Asked, directory: RunDir, ranks: str) 
     plan, config = planned.compiled.plan, planned.declared.config
     said = config.model_dump(mode="json")
     directory.write_config(said | {"iterations": asked.iterations})
-    beside = {"headline": asdict(headline(plan.graph)), "hash": plan.graph.hash}
-    directory.write_graph(plan.graph.to_json() | beside)
+    directory.write_graph(graph_document(whole_rollouts(plan.graph)))
     directory.write_peaks(peaks_of(planned))
     directory.write_plan(f"{plan_text(plan)}\n{ranks}", plan.to_json())
 

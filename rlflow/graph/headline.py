@@ -7,7 +7,8 @@ and the rewards of evaluations. A pipeline may name others.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from rlflow.errors import Finding, Source, known_names, near_names
 from rlflow.graph.graph import Graph, Node
@@ -90,3 +91,8 @@ def no_numbers(names: Iterable[str], nodes: Sequence[Node], where: Source | None
         for name in names
         if not any(name.startswith(f"{node}/") for node in known)
     ]
+
+
+def graph_document(graph: Graph) -> dict[str, Any]:
+    """A graph as a run writes it: plain data, its hash, and what headlines a run of it."""
+    return graph.to_json() | {"headline": asdict(headline(graph)), "hash": graph.hash}

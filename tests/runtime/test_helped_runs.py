@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 
 from tests.runtime.test_stale_runs import versions
-from tests.runtime.whole_runs import HELPED, numbers, plan_of
+from tests.runtime.whole_runs import HELPED, numbers, plan_of, state
 
 pytestmark = pytest.mark.torch
 
@@ -24,6 +24,21 @@ def test_the_part_of_the_trainer_is_one_update_newer(train, staleness):
     assert versions(staleness - 1) == [line["seen/train"] for line in lines]
     devices = {a["node"]: a["devices"] for a in plan_of(run)["actions"] if a["kind"] == "run"}
     assert [[1], [0]] == [devices[f"actor.rollout@{pool}"] for pool in ("gen", "train")]
+
+
+@pytest.mark.slow
+def test_with_the_newest_weights_a_run_goes_on_without_help(train, tmp_path):
+    run = train.broken(tmp_path / "run", "run:iteration=raise@6", HELPED, "helped0")
+
+    assert state(train(HELPED, "helped0")) == state(train.resumed(run, HELPED, "apart0"))
+
+
+@pytest.mark.slow
+def test_another_share_of_older_rows_is_another_run(train, tmp_path):
+    run = train.broken(tmp_path / "run", "run:iteration=raise@6", HELPED, "helped1")
+    result = train.begun(run, HELPED, "apart1", option="--resume")
+
+    assert "E721" in result.err
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 import rlflow as rf
 from rlflow import ops
 from rlflow.errors import GraphError, PlanError
+from rlflow.graph.cut.whole import whole_rollouts
 from rlflow.graph.graph import Graph, Node
 from rlflow.scheduler.passes.portions import with_shares_found
 from rlflow.scheduler.passes.staleness import stale_rollouts
@@ -19,7 +20,7 @@ from rlflow.scheduler.plan.plan import Plan
 from rlflow.scheduler.plan.text import plan_text
 from rlflow.scheduler.verify.verify import verify
 from tests.budget import examples
-from tests.scheduler.examples import compiled_with, grpo, ppo
+from tests.scheduler.examples import SPLIT, compiled_with, grpo, ppo
 from tests.scheduler.player import play
 from tests.scheduler.strategies import PLENTY, exact, graph_of
 
@@ -73,6 +74,14 @@ def test_who_helps_reads_weights_of_one_update_more(staleness: int, weights: str
     stale = {GEN: staleness, TRAIN: newer, "actor.rollout": staleness}
     assert {name: lag for name, lag in stale.items() if lag} == stale_rollouts(plan.graph)
     assert play(plan, staleness) == []
+
+
+def test_of_the_newest_weights_the_graph_is_the_declared_one() -> None:
+    plain = compiled_with(grpo(), SPLIT).plan.graph
+
+    assert plain.hash == whole_rollouts(compiled_with(grpo(), helped()).plan.graph).hash
+    stale = compiled_with(grpo(), helped(staleness=1)).plan.graph
+    assert stale is whole_rollouts(stale)
 
 
 @st.composite

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlflow.errors import CheckpointError, Finding, near_names
+from rlflow.graph.cut.whole import whole_rollouts
 from rlflow.graph.rules.nesting import keeps_surplus
 from rlflow.runtime.record.identity.digests import comparable, differing_parts, is_digest
 
@@ -59,7 +60,7 @@ def identity_of(
     leaves over is dropped there.
     """
     known = {
-        "graph": plan.graph.hash,
+        "graph": whole_rollouts(plan.graph).hash,
         "seed": str(seed),
         "torch": torch,
         "threads": str(threads),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlflow.errors import CheckpointError, Finding, RunDirError
+from rlflow.graph.cut.whole import whole_rollouts
 from rlflow.runtime.record.changes import Change, changes_of, require_allowed
 from rlflow.runtime.record.checkpoint import (
     LATEST,
@@ -52,9 +53,8 @@ def changes_since(
     if pair[0] == pair[1]:
         return ()
     before = next((g for known, g in _graphs(directory) if known == saved.get("graph")), None)
-    graphs = (
-        None if before is None else (before, json.loads(json.dumps(hidden_values(graph.to_json()))))
-    )
+    here = hidden_values(whole_rollouts(graph).to_json())
+    graphs = None if before is None else (before, json.loads(json.dumps(here)))
     found = changes_of(saved, now, graphs)
     known = directory.read_run().get("resumed")
     entries = known if isinstance(known, list) else []
