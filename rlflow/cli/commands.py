@@ -32,6 +32,7 @@ from rlflow.scheduler.devices.machine import machine_gpus, usable
 from rlflow.scheduler.models.flops import product_sizes
 from rlflow.scheduler.models.known_shapes import PREFIX, parse_model_shape
 from rlflow.scheduler.models.shapes import model_shape
+from rlflow.scheduler.passes.portions import with_shares
 from rlflow.scheduler.plan.explain import explain
 from rlflow.scheduler.plan.plan import Backend, Plan
 from rlflow.scheduler.plan.text import table
@@ -69,6 +70,8 @@ class Target:
     """Devices that each node of a running cluster has room for, in the order they are taken."""
     left: int | None = None
     """Devices that are left of those asked for, None for all."""
+    shares: tuple[tuple[str, int], ...] = ()
+    """Prompts of rollouts that pools which help draw, where a placement leaves their number out."""
 
     @property
     def named(self) -> str:
@@ -163,6 +166,7 @@ def plan_declared(declared: Declared, target: Target, cluster: Cluster | None = 
 def changed(declared: Declared, placement: Placement, target: Target) -> Placement:
     """The placement as the command line changes it: part, staleness, pause, chunks, and engine."""
     placement = part_placement(declared.whole, declared.graph, placement)
+    placement = with_shares(declared.graph, placement, dict(target.shares))
     if target.engine is not None:
         placement = made_by(declared.graph, placement, target.engine)
     asked = {"staleness": target.staleness, "pause_at": target.pause_at}

@@ -72,8 +72,10 @@ def in_the_same_chunks(declared: Declared, target: Target, existing: Path) -> Ta
     """The target with the chunks of the run that goes on, where they are chosen by estimates.
 
     Another number would be as right, but sums of ragged rows would be of other bits. Steps in the
-    background are chunks whatever `stream` is; those begin no chain.
+    background are chunks whatever `stream` is; those begin no chain. So it is with the shares of
+    pools that help, which say of older rows how old they are.
     """
+    target = replace(target, shares=_shares(existing))
     _, placement = named_placement(declared.pipeline, target.placement)
     said = target.stream or str(placement.stream)
     plan = read_document(existing / "plan.json")
@@ -82,6 +84,15 @@ def in_the_same_chunks(declared: Declared, target: Target, existing: Path) -> Ta
     begun = [action["chunk"] for action in plan["actions"] if action.get("begins")]
     chunks = [chunk["count"] for chunk in begun if chunk is not None]
     return replace(target, stream=str(max(chunks, default=1))) if said == "auto" else target
+
+
+def _shares(existing: Path) -> tuple[tuple[str, int], ...]:
+    """How many prompts of each rollout a pool that helps draws, in a run whose rows are older."""
+    nodes = (read_document(existing / "graph.json") or {}).get("nodes", [])
+    said = [node["params"] for node in nodes if node["params"].get("helps") == "True"]
+    return tuple(
+        (each["portion_of"], int(each["to_prompt"]) - int(each["from_prompt"])) for each in said
+    )
 
 
 def weights_to_begin(options: Mapping[str, Any], directory: RunDir) -> Found | None:

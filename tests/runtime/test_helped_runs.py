@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import pytest
 
+from rlflow.cli.commands import Target, declare, plan_declared
+from rlflow.cli.continuing import in_the_same_chunks
+from rlflow.graph.roles import Portion
 from tests.runtime.test_stale_runs import versions
 from tests.runtime.whole_runs import HELPED, numbers, plan_of, state
 
@@ -24,6 +27,16 @@ def test_the_part_of_the_trainer_is_one_update_newer(train, staleness):
     assert versions(staleness - 1) == [line["seen/train"] for line in lines]
     devices = {a["node"]: a["devices"] for a in plan_of(run)["actions"] if a["kind"] == "run"}
     assert [[1], [0]] == [devices[f"actor.rollout@{pool}"] for pool in ("gen", "train")]
+
+
+def test_a_run_that_goes_on_keeps_the_share_that_was_found(train):
+    asked = Target(pipeline=HELPED.file, placement="open", devices="cpu:2")
+    declared = declare(asked)
+    target = in_the_same_chunks(declared, asked, train(HELPED, "helped1"))
+    found = plan_declared(declared, target).compiled.plan.graph.having(Portion)
+
+    assert (("actor.rollout", 2),) == target.shares
+    assert [(0, 2), (2, 4)] == [(role.first, role.last) for _, role in found]
 
 
 @pytest.mark.slow

@@ -210,6 +210,24 @@ def test_the_engine_beside_is_that_of_the_rollout() -> None:
     assert rf.on("gen", engine=engine, also=rf.on("train")).also.engine is None  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_engines_of_both_pools_get_the_weights_of_their_part(staleness: int) -> None:
+    engine = rf.SGLang(max_total_tokens=4096)
+    where = helped(staleness=staleness, engine=engine)
+    gen = rf.on("gen", engine=engine, also=rf.on("train", engine=engine), share=2)
+    where = where.model_copy(update={"assign": {**where.assign, "actor.rollout": gen}})
+    plan = compiled_with(grpo(every=0), where).plan
+    reads = {name: plan.action(name).reads for name in (GEN, TRAIN)}
+
+    assert {
+        GEN: (("actor@gen/sglang", staleness),),
+        TRAIN: (("actor@train/sglang", 0),),
+    } == reads
+    filled = {target for a in plan.actions if a.kind == "reshard" for target in a.targets}
+    assert {"actor@gen/sglang", "actor@train/sglang"} == filled
+    assert play(plan, staleness) == []
+
+
 def refused(placement: rf.Placement, graph: Graph | None = None) -> tuple[str, str, str]:
     with pytest.raises(PlanError) as caught:
         compiled_with(graph or grpo(), placement)

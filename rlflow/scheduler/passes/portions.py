@@ -10,7 +10,7 @@ declare, and no engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from rlflow.errors import Finding, PlanError
@@ -90,6 +90,14 @@ def with_shares_found(
         placement = _with_share(placement, where, share)
         texts += [_why(name, where, share, total, known[share], alone)] if known else []
     return placement, texts
+
+
+def with_shares(graph: Graph, placement: Placement, known: Mapping[str, int]) -> Placement:
+    """The placement with the shares that are `known` of rollouts, where it leaves them out."""
+    for name, where in helped(graph, placement):
+        if where.share is None and name in known:
+            placement = _with_share(placement, where, known[name])
+    return placement
 
 
 def with_shares_of(placement: Placement, plan: Plan) -> Placement:

@@ -32,6 +32,11 @@ PLACEMENTS = {
         )
         for k in (0, 1, 2)
     },
+    "open": rf.Placement(
+        pools={"train": 1, "gen": 1},
+        assign={"*": rf.on("train"), "actor.rollout": rf.on("gen", also="train")},
+        staleness=1,
+    ),
     "wide": rf.Placement(
         pools={"train": 2, "gen": 2}, assign={"*": rf.on("train"), **HELPED}, staleness=1
     ),
