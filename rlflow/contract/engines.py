@@ -325,6 +325,22 @@ class Trainer(Protocol):
     ) -> StepResult:
         """Make one optimizer step, or none at all if a number is not finite."""
 
+    def accumulate(
+        self,
+        batch: Batch,
+        loss_fn: LossFunction,
+        *,
+        outputs: Collection[str],
+        temperature: float,
+        goes_on: bool = False,
+    ) -> dict[str, float]:
+        """Add the gradients of some rows to those of their step, which begins unless it goes on."""
+
+    def finish(
+        self, metrics: dict[str, float], max_grad_norm: float | None, scale: float = 1.0
+    ) -> StepResult:
+        """Make the optimizer step with `scale` times the gradients of all its rows."""
+
     def saved_weights(self) -> dict[str, Shard]:
         """What a checkpoint holds of the weights, where it is; not to be written.
 
@@ -341,7 +357,7 @@ class Trainer(Protocol):
         """Give back the memory of the gradients; the next step takes it again."""
 
     def sleep_optimizer(self) -> None:
-        """Move the optimizer's state to the host and free the gradients."""
+        """Move the optimizer's state to the host and free gradients that no rows add to."""
 
     def wake_optimizer(self) -> None:
         """Bring the optimizer's state back."""

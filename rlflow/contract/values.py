@@ -69,13 +69,15 @@ class Reach:
 
     The tokens at positions `first` to `until` - 1 (None: to the end); those before `first` are
     the last of each prompt. Of `pieces` calls with equal arguments number `piece` brings the
-    rows that end next, the earliest first: together they make every row once.
+    rows that end next, the earliest first: together they make every row once. With `groups` those
+    are all rows of the prompts that are complete next.
     """
 
     first: int = 0
     until: int | None = None
     piece: int = 0
     pieces: int = 1
+    groups: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

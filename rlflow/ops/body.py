@@ -119,6 +119,22 @@ class ModelInUse(Protocol):
     ) -> StepResult:
         """Make one optimizer step on the whole batch."""
 
+    def accumulate(
+        self,
+        batch: Batch,
+        loss: LossFunction,
+        *,
+        outputs: Collection[str],
+        temperature: float,
+        goes_on: bool,
+    ) -> dict[str, float]:
+        """Add the gradients of some rows of an optimizer step, which begins unless it goes on."""
+
+    def finish(
+        self, metrics: dict[str, float], max_grad_norm: float | None, scale: float
+    ) -> StepResult:
+        """Make that step with `scale` times the gradients; the metrics are those of all rows."""
+
     def average(self, source: ModelInUse, decay: float) -> None:
         """Make its weights w what decay * w + (1 - decay) * those of `source` are."""
 

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from rlflow.batch import lengths, select_rows
 from rlflow.engines.hf.layerwise import compiled
 from rlflow.engines.hf.loading import load_model
-from rlflow.engines.hf.microbatches import WantedOutputs, flat_places
+from rlflow.engines.hf.microbatches import WantedOutputs, add_metrics, flat_places
 from rlflow.engines.hf.sharded.build import load_sharded
 from rlflow.engines.hf.sharded.mesh import AXES, CONTEXT_AXES, EXPERT_AXES
 from rlflow.engines.hf.sharded.train import ShardedTrainEngine
@@ -175,7 +175,10 @@ def with_pictures(rank, path, shape, options):
 
 
 def check_equal(rank, path, shape, limit=1e-10, uneven=False, batch=None, **options):
-    """Outputs, gradients, three steps and their metrics are those of one rank."""
+    """Outputs, gradients, three steps and their metrics are those of one rank.
+
+    The last step is made of rows that come in two parts.
+    """
     head = options.get("head", "lm")
     kinds = KINDS[head]
     one, sharded = pair(path, shape, **options)
@@ -196,10 +199,12 @@ def check_equal(rank, path, shape, limit=1e-10, uneven=False, batch=None, **opti
     assert whole.keys() == set().union(*sharded.model.ranks.gather(shards.keys() & whole, ("pp",)))
     assert not wrong, wrong
 
+    asked = {"outputs": kinds, "temperature": 0.8}
     for step in range(3):
+        made = in_two if step == 2 and sharded.routers.spec is None else TrainEngine.step
         results = [
-            engine.step(part, weighted(batch), outputs=kinds, temperature=0.8, max_grad_norm=2.0)
-            for engine, part in ((one, batch), (sharded, mine))
+            ways(engine, part, weighted(batch), **asked, max_grad_norm=2.0)
+            for ways, engine, part in ((TrainEngine.step, one, batch), (made, sharded, mine))
         ]
         assert results[0].applied
         assert results[1].applied
@@ -213,6 +218,17 @@ def check_equal(rank, path, shape, limit=1e-10, uneven=False, batch=None, **opti
     wrong = differ(weights, sharded.model.named_tensors(), shards, limit * 10)
     assert not wrong, wrong
     return True
+
+
+def in_two(engine, batch, loss, *, max_grad_norm, **asked):
+    """A step of rows of which a third comes first, then the rest."""
+    rows, total = torch.arange(len(batch)), {}
+    for goes_on, chosen in enumerate((rows[: len(rows) // 3], rows[len(rows) // 3 :])):
+        found = engine.accumulate(select_rows(batch, chosen), loss, goes_on=bool(goes_on), **asked)
+        add_metrics(
+            total, {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
+        )
+    return engine.finish({n: float(v) for n, v in total.items()}, max_grad_norm)
 
 
 def with_options(rank, path, shape, options):

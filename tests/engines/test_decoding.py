@@ -80,6 +80,21 @@ def test_pieces_are_the_whole_and_come_as_rows_end(engine, count):
     assert len(set(sizes)) > 3
 
 
+@pytest.mark.rows(2)
+@pytest.mark.parametrize("count", [2, 3])
+def test_pieces_of_groups_come_as_their_last_rows_end(engine, count):
+    whole = generated(engine, SAMPLED)
+    reaches = [Reach(piece=piece, pieces=count, groups=True) for piece in range(count)]
+    pieces = [generated(engine, SAMPLED, reach) for reach in reaches]
+    assert by_row(whole) == by_row(*pieces)
+    sizes = lengths(whole.response_tokens).tolist()
+    order = sorted(range(3), key=lambda group: (max(sizes[group * 4 :][:4]), group))
+    ends = [ended_rows(3, done, count) for done in range(count + 1)]
+    for made, first, last in zip(pieces, ends, ends[1:], strict=False):
+        rows = [row for group in order[first:last] for row in range(4 * group, 4 * group + 4)]
+        assert sorted(rows) == made.rows.tolist()
+
+
 @pytest.mark.parametrize("count", [2, 4])
 def test_pieces_do_the_work_of_the_whole_once(engine, count):
     generated(engine, SAMPLED)

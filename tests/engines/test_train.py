@@ -353,6 +353,37 @@ def test_a_sleeping_optimizer_refuses_and_wakes_whole(model_dir):
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_rows_that_come_in_parts_make_the_step_of_all(dtype, model_dir):
+    """With twice the loss, half the scale, and the optimizer asleep between two parts."""
+    whole, parts = (engine(model_dir("qwen2"), micro_tokens=20, dtype=dtype) for _ in range(2))
+    batch, asked = rows(), {"outputs": ("log_probs",), "temperature": 1.0}
+    expected, total = one_step(whole, batch), 0.0
+
+    def twice(outputs, micro):
+        return -outputs["log_probs"].sum() / 25, {}
+
+    for goes_on, chosen in enumerate(([4, 0, 7], [8, 1, 2], [3, 5, 6])):
+        if goes_on:
+            parts.sleep_optimizer()
+            parts.wake_optimizer()
+        part = select_rows(batch, torch.tensor(chosen))
+        total += parts.accumulate(part, twice, **asked, goes_on=bool(goes_on))["loss"] / 2
+        assert parts.model.version == 0
+    found = parts.finish({"loss": total}, 1.0, 0.5)
+
+    close = {"rel": 1e-12 if dtype == torch.float64 else 2e-2}
+    assert pytest.approx(expected.grad_norm, **close) == found.grad_norm
+    assert pytest.approx(expected.metrics["loss"], **close) == found.metrics["loss"]
+    assert found.applied
+    assert parts.model.version == 1
+    bound = {"rtol": 0, "atol": 1e-8 if dtype == torch.float64 else 2e-2}
+    for name, tensor in whole.model.named_tensors().items():
+        torch.testing.assert_close(parts.model.named_tensors()[name], tensor, **bound)
+    with pytest.raises(AssertionError, match="are gone"):
+        parts.accumulate(batch, twice, **asked, goes_on=True)
+
+
 def test_without_an_optimizer_there_is_no_step(model_dir):
     model = load_model(model_dir("qwen2"), dtype=torch.float32, device="cpu")
     with pytest.raises(RunError, match="E514"):

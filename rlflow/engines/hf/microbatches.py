@@ -1,11 +1,11 @@
 """Batches cut into micro-batches of bounded tokens, and what was computed of them put together.
 
-This file knows neither models nor optimizers.
+And what passes over them may be asked for. This file knows neither models nor optimizers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +23,20 @@ from rlflow.batch import (
     ragged_like,
     ragged_rows,
 )
-from rlflow.contract.values import Temperature
-from rlflow.engines.hf.forward.vocabulary import IDS
+from rlflow.contract.values import Head, Temperature
+from rlflow.engines.hf.forward.vocabulary import CHOSEN, IDS, SUMS, TOP
+from rlflow.engines.hf.routing.replays import PROMPTS, RESPONSES
+from rlflow.errors import Finding, RunError
 from rlflow.graph.fields import PICTURES, PIXELS
 
 # What torch says where the host has no memory, as an error of no type of its own.
 HOST = "can't allocate memory"
+SCORES = ("log_probs", "entropy")
+EXPERTS = {PROMPTS, RESPONSES}
+OUTPUTS: dict[Head, tuple[str, ...]] = {
+    "lm": (*SCORES, *SUMS, *TOP, *CHOSEN, PROMPTS, RESPONSES),
+    "value": ("values",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +46,21 @@ class WantedOutputs:
     outputs: tuple[str, ...]
     temperature: Temperature = 1.0
     top_k: int = 0
+
+
+def require_outputs(outputs: Collection[str], model: str, head: Head) -> None:
+    """Raise RunError for an output that a model's head does not give."""
+    known = OUTPUTS[head]
+    for name in outputs:
+        if name not in known:
+            raise RunError(
+                Finding(
+                    code="E510",
+                    what=f"model {model!r} has no output {name!r}",
+                    got=f"a model with a {head!r} head",
+                    expected=", ".join(known),
+                )
+            )
 
 
 def ran_out(error: BaseException) -> bool:

@@ -27,6 +27,7 @@ from rlflow.engines.hf.lora import Adapters
 from rlflow.errors import Finding, RunError, known_names, near_names
 from rlflow.modelfiles.heads import Head as StoredHead
 from rlflow.modelfiles.pictures.sights import Sight, sight_in
+from rlflow.modelfiles.widths import length_finding
 
 Made = TypeVar("Made")
 
@@ -205,6 +206,13 @@ class TorchModel(Resident):
         }
         cause, fix = causes[self.state]
         raise RunError(Finding(code="E506", what=f"model {self.name!r} is {cause}", fix=fix))
+
+    def require_context(self, longest: int) -> None:
+        """Raise RunError for rows that are longer than the context."""
+        what = f"a row is longer than the context of model {self.name!r}"
+        found = length_finding(what, f"{longest} tokens", longest, 0, self.context or 0)
+        if found is not None:
+            raise RunError(found)
 
     def named_tensors(self) -> dict[str, Tensor]:
         """The weights by name, views of the live storage; tied weights appear once."""

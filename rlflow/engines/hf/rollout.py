@@ -92,7 +92,7 @@ class TorchRollout:
             if reach.pieces == 1:
                 decoding.run()
             else:
-                rows = decoding.piece(reach.piece, reach.pieces)
+                rows = decoding.piece(reach)
                 if reach.piece + 1 < reach.pieces:
                     self._open[key] = decoding
         made = decoding.responses.result(rows)

@@ -25,8 +25,10 @@ from rlflow.engines.hf.forward.ahead import PackedRows, PackingAhead
 from rlflow.engines.hf.forward.attention import PackedAttention
 from rlflow.engines.hf.forward.head import Predictor
 from rlflow.engines.hf.forward.token_scores import token_scores, widen
-from rlflow.engines.hf.forward.vocabulary import CHOSEN, SUMS, TOP, distributions
+from rlflow.engines.hf.forward.vocabulary import distributions
 from rlflow.engines.hf.microbatches import (
+    EXPERTS,
+    SCORES,
     WantedOutputs,
     add_metrics,
     blank_outputs,
@@ -36,21 +38,17 @@ from rlflow.engines.hf.microbatches import (
     numbers_of,
     one_token,
     ran_out,
+    require_outputs,
 )
 from rlflow.engines.hf.models import TorchModel
 from rlflow.engines.hf.optim.adamw import AdamWState
 from rlflow.engines.hf.optim.kinds import WHOLE, Kinds, optimizer_kind
 from rlflow.engines.hf.routing.following import FollowedRouters
-from rlflow.engines.hf.routing.replays import PROMPTS, RESPONSES
 from rlflow.errors import Finding, RunError
 from rlflow.graph.fields import PIXELS
 from rlflow.modelfiles.chunks import CHUNK_BYTES
-from rlflow.modelfiles.widths import length_finding
 
 Computed = TypeVar("Computed")
-SCORES = ("log_probs", "entropy")
-EXPERTS = {PROMPTS, RESPONSES}
-OUTPUTS = {"lm": (*SCORES, *SUMS, *TOP, *CHOSEN, PROMPTS, RESPONSES), "value": ("values",)}
 
 
 class TrainEngine:
@@ -89,9 +87,10 @@ class TrainEngine:
         self.chunk_bytes = CHUNK_BYTES if chunk_bytes is None and not on_cpu else chunk_bytes
         self.optimizer = None
         if optimizer is not None:
-            steps_with = self.steps_with[optimizer_kind(optimizer)]
-            self.optimizer = steps_with(model, optimizer, visiting=visiting)
+            kind = optimizer_kind(optimizer)
+            self.optimizer = self.steps_with[kind](model, optimizer, visiting=visiting)
         self.micro_tokens = self.planned_tokens = micro_tokens
+        self.adding = False  # Whether gradients are there that further rows may add to.
 
     @torch.no_grad()
     def forward(
@@ -159,19 +158,43 @@ class TrainEngine:
         the gradient's norm is not finite, nothing changes and `applied` is false. Raises
         RunError without an optimizer or while asleep.
         """
+        metrics = self.accumulate(batch, loss_fn, outputs=outputs, temperature=temperature)
+        return self.finish(metrics, max_grad_norm)
+
+    def accumulate(
+        self,
+        batch: Batch,
+        loss_fn: LossFunction,
+        *,
+        outputs: Collection[str],
+        temperature: float,
+        goes_on: bool = False,
+    ) -> dict[str, float]:
+        """Add up the gradients of some rows of a step, as `step` does; their metrics.
+
+        They begin from zero, or `goes_on` with those of the rows before; `finish` makes the step.
+        Where memory runs out only the first rows are cut finer: others are added to by then.
+        """
 
         def summed() -> dict[str, float]:
+            if not goes_on:
+                self.routers.begin(batch, self.count_routing)
+                self.require_optimizer().zero_grad()
             return self.sum_gradients(batch, loss_fn, outputs, temperature)
 
-        return self.finish(self.in_less_memory(batch, summed), max_grad_norm)
+        if goes_on:
+            assert self.adding, f"gradients of {self.model.name} that others add to are gone"
+            return summed()
+        self.adding = False
+        metrics = self.in_less_memory(batch, summed)
+        self.adding = True
+        return metrics
 
     def sum_gradients(
         self, batch: Batch, loss_fn: LossFunction, outputs: Collection[str], temperature: float
     ) -> dict[str, float]:
-        """Add up the gradients of all micro-batches, from zero; their metrics."""
+        """Add the gradients of all micro-batches to those that are there; their metrics."""
         optimizer = self.require_optimizer()
-        self.routers.begin(batch, self.count_routing)
-        optimizer.zero_grad()
         total: dict[str, Tensor] = {}
         for _, micro in self.packing.over(self.micro_batches(batch)):
             with torch.enable_grad():
@@ -198,7 +221,8 @@ class TrainEngine:
                 if finer is None:
                     raise
                 traceback.clear_frames(error.__traceback__)
-            self.release_gradients()
+            if not self.adding:
+                self.release_gradients()
             if self.model.device.type == "cuda":
                 torch.cuda.empty_cache()
             self.micro_tokens = finer
@@ -215,29 +239,37 @@ class TrainEngine:
         sizes = lengths(prompts).numpy(), lengths(responses).numpy()
         return half_of_largest(groups, *sizes, self.micro_tokens)
 
-    def finish(self, metrics: dict[str, float], max_grad_norm: float | None) -> StepResult:
-        """Update the weights with the gradients of the whole batch, if all is finite."""
+    def finish(
+        self, metrics: dict[str, float], max_grad_norm: float | None, scale: float = 1.0
+    ) -> StepResult:
+        """Update the weights with `scale` times the gradients of all rows, if all is finite."""
         optimizer = self.require_optimizer()
+        self.adding = False
+        self.join_gradients()
         metrics = self.routers.end(metrics)
-        norm = float(optimizer.grad_norm())
+        norm = float(optimizer.grad_norm()) * scale
         applied = math.isfinite(norm) and math.isfinite(metrics.get("loss", 0.0))
         if applied:
-            clip = max_grad_norm is not None and norm > max_grad_norm
+            if max_grad_norm is not None and norm > max_grad_norm:
+                scale *= max_grad_norm / norm
             with self.routers.corrected():
-                optimizer.step(max_grad_norm / norm if clip and max_grad_norm is not None else 1.0)
+                optimizer.step(scale)
             self.model.version += 1
         return StepResult(metrics=metrics, grad_norm=norm, applied=applied)
+
+    def join_gradients(self) -> None:
+        """Add up, once a step, what several ranks have of a gradient; here it is all in one."""
 
     def compute(
         self, batch: Batch, outputs: Collection[str], temperature: Temperature, top_k: int = 0
     ) -> dict[str, Tensor]:
         """One forward pass; with gradient where that is enabled."""
-        self.require_outputs(outputs)
+        require_outputs(outputs, self.model.name, self.model.head)
         self.model.require_ready()
         packed = self.packing.rows(batch)
         layout, records = packed.layout, not EXPERTS.isdisjoint(outputs)
         asked = WantedOutputs(tuple(n for n in outputs if n not in EXPERTS), temperature, top_k)
-        self.require_context(layout.longest)
+        self.model.require_context(layout.longest)
         if not layout.predictions:
             none = blank_outputs(batch, asked, 0, device=self.model.device)
             return none | (self.routers.unread(batch) if records else {})
@@ -327,28 +359,6 @@ class TrainEngine:
             rows = torch.from_numpy(cut)
             yield rows, select_rows(batch, rows)
 
-    def require_outputs(self, outputs: Collection[str]) -> None:
-        """Raise RunError for an output that the model's head does not give."""
-        known = OUTPUTS[self.model.head]
-        for name in outputs:
-            if name not in known:
-                raise RunError(
-                    Finding(
-                        code="E510",
-                        what=f"model {self.model.name!r} has no output {name!r}",
-                        got=f"a model with a {self.model.head!r} head",
-                        expected=", ".join(known),
-                    )
-                )
-
-    def require_context(self, longest: int) -> None:
-        """Raise RunError for rows longer than the model's context."""
-        what = f"a row is longer than the context of model {self.model.name!r}"
-        got, context = f"{longest} tokens", self.model.context or 0
-        found = length_finding(what, got, longest, 0, context)
-        if found is not None:
-            raise RunError(found)
-
     def require_optimizer(self) -> AdamWState:
         """The optimizer; RunError where there is none or it sleeps."""
         if self.optimizer is None:
@@ -375,13 +385,14 @@ class TrainEngine:
 
     def release_gradients(self) -> None:
         """Give back the memory of the gradients; the next step takes it again."""
+        self.adding = False
         if self.optimizer is not None:
             self.optimizer.release_gradients()
 
     def sleep_optimizer(self) -> None:
-        """Move the optimizer's state to the host and free the gradients."""
+        """Move the optimizer's state to the host and free gradients that no rows add to."""
         if self.optimizer is not None:
-            self.optimizer.sleep()
+            self.optimizer.sleep(keeps_gradients=self.adding)
 
     def wake_optimizer(self) -> None:
         """Bring the optimizer's state back."""

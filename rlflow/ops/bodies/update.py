@@ -8,6 +8,7 @@ A loss of no rows is 0.
 
 from __future__ import annotations
 
+import functools
 import math
 import pkgutil
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from rlflow.ops.bodies.finite import finite_inputs, spoiled
 from rlflow.ops.bodies.stats import max_of, mean_of
 from rlflow.ops.bodies.steps import adaptive
 from rlflow.ops.bodies.steps.batchwise import prepared
+from rlflow.ops.bodies.steps.in_calls import in_calls, step_in_calls
 from rlflow.ops.bodies.steps.selection import numbered, selected
 from rlflow.ops.body import Call, Output
 from rlflow.ops.losses.losses import Loss, PolicyLoss
@@ -71,7 +73,7 @@ def update(call: Call) -> Output:
     Raises NumericsError where every step had to be skipped because a number was not finite; a
     single skipped step is counted in the metrics. Raises RunError for a field that is not finite
     and for a sample that is older than declared. Where the steps of an iteration take several
-    calls, the last one of these logs the numbers of all.
+    calls, or its one step does, the last one of these logs the numbers of all.
     """
     batch, model, params = finite_inputs(call), model_of(call), call.params
     ages = staleness(call, batch)
@@ -86,28 +88,44 @@ def update(call: Call) -> Output:
     at_first = carried.setdefault("at first", at_first)
     steps: list[StepResult] = carried.setdefault("steps", [])
     batch = numbered(spec, batch, row_numbers(call))
-    for number, cut in enumerate(cut_mini_batches(call, batch), len(steps)):
-        if isinstance(spec, BatchwiseLoss):
-            mini = prepared(call, spec, cut)
-        else:
-            mini = selected(call, spec, cut, number)
-        totals = step_totals(call, spec, mini)
-        steps.append(
-            model.step(
-                mini,
-                loss_function(adaptive.at_this_step(spec, call.state), totals),
-                outputs=spec.outputs(),
-                temperature=params.get("temperature", 1.0),
-                max_grad_norm=params["max_grad_norm"],
-            )
-        )
-        if steps[-1].applied:
-            adaptive.follow(spec, call.state, steps[-1].metrics, totals)
+    made = _added_up(call, spec, batch) if in_calls(call) else _stepped(call, spec, batch, steps)
+    for step, totals in made:
+        steps.append(step)
+        if step.applied:
+            adaptive.follow(spec, call.state, step.metrics, totals)
     if call.piece[0] + 1 < call.piece[1]:
         return Output(metrics=ages)
     if not any(step.applied for step in steps):
         raise NumericsError(_not_finite(call, steps))
     return Output(metrics={**step_metrics(steps), **at_first, **ages})
+
+
+def _stepped(
+    call: Call, spec: Loss, batch: Batch, before: list[StepResult]
+) -> Iterator[tuple[StepResult, Totals]]:
+    """An optimizer step on each mini-batch, after those `before`, and what it covers."""
+    for number, cut in enumerate(cut_mini_batches(call, batch), len(before)):
+        if isinstance(spec, BatchwiseLoss):
+            mini = prepared(call, spec, cut)
+        else:
+            mini = selected(call, spec, cut, number)
+        totals = step_totals(call, spec, mini)
+        step = model_of(call).step(
+            mini,
+            loss_function(adaptive.at_this_step(spec, call.state), totals),
+            outputs=spec.outputs(),
+            temperature=call.params.get("temperature", 1.0),
+            max_grad_norm=call.params["max_grad_norm"],
+        )
+        yield step, totals
+
+
+def _added_up(call: Call, spec: Loss, batch: Batch) -> Iterator[tuple[StepResult, Totals]]:
+    """The one optimizer step of all calls, in the last of them."""
+    totals, acting = step_totals(call, spec, batch), adaptive.at_this_step(spec, call.state)
+    made = step_in_calls(call, spec, batch, totals, functools.partial(loss_function, acting))
+    if made is not None:
+        yield made
 
 
 def step_totals(call: Call, spec: Loss, mini: Batch) -> Totals:

@@ -27,6 +27,7 @@ Aggregation = Literal[
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
 ]
+Count = Literal["tokens", "rows", ""]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 CORRECTIONS = (
@@ -45,6 +46,9 @@ class Loss(Strict):
     body: ClassVar[str]
     """Dotted name of the function `(spec, outputs, batch, totals) -> (loss, metrics)`."""
 
+    terms: ClassVar[tuple[str, ...]] = ("loss",)
+    """The loss and its terms, as they are logged: what is averaged as `aggregate` says."""
+
     aggregate: Aggregation = "token-mean"
     constant: Positive | None = None
     """Divisor of `seq-mean-token-sum-norm`, such as the longest response allowed."""
@@ -61,6 +65,25 @@ class Loss(Strict):
     def forwards(self) -> int:
         """How often a mini-batch is forwarded without gradient before each optimizer step."""
         return 0
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether gradients of some rows may be added up before a step's other rows are known.
+
+        Not where something is chosen, or summed, over all of them first.
+        """
+        return not self.forwards
+
+    def counted(self, metric: str = "loss") -> Count:
+        """What of the whole optimizer step a metric is divided by, or the loss, if anything.
+
+        Of a metric that is the largest of its values (`*_max`) it says nothing.
+        """
+        if metric not in self.terms:
+            return "tokens"
+        if self.aggregate == "token-sum":
+            return ""
+        return "tokens" if self.aggregate == "token-mean" else "rows"
 
     @property
     def reads_old(self) -> bool:

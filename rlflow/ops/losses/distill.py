@@ -45,6 +45,7 @@ class DistillLoss(PolicyLoss):
     """
 
     body: ClassVar[str] = "rlflow.ops.math.losses.distillation:distill_objective"
+    terms: ClassVar[tuple[str, ...]] = ("loss", "policy_loss", "distill_loss")
 
     form: Form
     kind: Annotated[str, AfterValidator(known_kind)] = "ppo_clip"

@@ -85,6 +85,7 @@ class PolicyLoss(Loss):
     """
 
     body: ClassVar[str] = "rlflow.ops.math.losses.objective:policy_objective"
+    terms: ClassVar[tuple[str, ...]] = ("loss", "policy_loss")
 
     kind: Annotated[str, AfterValidator(known_kind)]
     clip: ClipRange = (0.2, 0.2)
@@ -179,6 +180,13 @@ class PolicyLoss(Loss):
     def forwards(self) -> int:
         """As in `Loss`: one where something is chosen among all tokens."""
         return 1 if self.selections() else 0
+
+    @property
+    def adds_up(self) -> bool:
+        """As in `Loss`; weights of mean 1 and averages over what is kept are of all rows too."""
+        normalizes = self.correction is not None and self.correction.normalize
+        kept = any(rule.count == "kept" for rule in self.rejections)
+        return super().adds_up and not normalizes and not kept
 
     def needs(self) -> tuple[str, ...]:
         """The batch fields this loss reads; with `old="auto"` the compiler may add one."""
@@ -297,6 +305,7 @@ class ValueLoss(Loss):
     """
 
     body: ClassVar[str] = "rlflow.ops.math.losses.objective:value_objective"
+    terms: ClassVar[tuple[str, ...]] = ("loss", "value_loss")
 
     clip: Positive | None = 0.2
     """How far a value may move from the old one before its gradient stops; None: any."""
@@ -321,6 +330,7 @@ class SFTLoss(Loss):
     """Negative log-likelihood of the given responses."""
 
     body: ClassVar[str] = "rlflow.ops.math.losses.objective:sft_objective"
+    terms: ClassVar[tuple[str, ...]] = ("loss", "sft_loss")
 
     def corrects(self, old: str, *, own: bool) -> bool:
         """Only of responses that another model wrote: those are data, of whatever age."""

@@ -21,7 +21,7 @@ from rlflow.graph.fields import is_optional, read_annotation
 from rlflow.graph.op import Input, param_text
 from rlflow.graph.pipeline import validation_findings
 from rlflow.graph.source import declared_at, short_path
-from rlflow.ops.losses.base import Aggregation, Loss
+from rlflow.ops.losses.base import Aggregation, Count, Loss
 
 FORWARD = ("log_probs", "entropy", "values")
 """What a training forward makes, with gradient; the last of a model with a value head."""
@@ -139,6 +139,11 @@ class FunctionLoss(Loss):
         """The declaration, and the plainest losses that correct."""
         declared = "@rf.loss(corrects=True), where it weighs by rollout_log_probs"
         return (declared, *super().corrections())
+
+    def counted(self, metric: str = LOSS) -> Count:
+        """As in `Loss`; rows of one number a row."""
+        levels = {made.name: made.level for made in self.signature.made}
+        return "rows" if levels.get(metric) == "row" else super().counted(metric)
 
     def idle(self) -> dict[str, str]:
         """As in `Loss`; one number a row has a mean over rows."""

@@ -55,7 +55,7 @@ class RowSet:
 
     def of(self, chunk: Chunk | None) -> Rows:
         """The rows of a chunk, ascending; all of them for None."""
-        if chunk is not None and chunk.by == "finish":
+        if chunk is not None and chunk.as_ended:
             return self.pieces[chunk]
         first, last = chunk_rows(self.total, chunk)
         return np.arange(first, last, dtype=np.int64)
@@ -214,7 +214,7 @@ class RowLedger:
     def _taken(self, action: Action, iteration: int) -> list[Rows]:
         """Those of them that are of the action's chunk."""
         held, chunk = self._held(action, iteration), action.piece_read
-        if chunk is None or chunk.by == "finish":
+        if chunk is None or chunk.as_ended:
             return held
         pieces = 1 if action.takes is None else action.takes.pieces
         first, last = chunk_rows(self._row_set(action, iteration).total * pieces, chunk)

@@ -42,7 +42,7 @@ from rlflow.engines.hf.rollout import TorchRollout
 from rlflow.engines.tf32 import changes_products, tf32_products
 from rlflow.graph.op import Use
 from rlflow.scheduler.plan.instance import ASLEEP, POOLED, STARTED
-from rlflow.scheduler.plan.plan import Instance, PartKind
+from rlflow.scheduler.plan.plan import Chunk, Instance, PartKind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -192,7 +192,7 @@ class InUse:
     """A loaded instance as one call of a body sees it: random numbers are tied to that call.
 
     Not `adapted`, it scores tokens as the model that its adapters were added to. Of what it
-    generates it brings one `piece`: its number, and of how many. A `drafter` proposes tokens to it.
+    generates it brings one `piece`, or all. A `drafter` proposes tokens to it.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class InUse:
         key: SampleKey,
         *,
         adapted: bool = True,
-        piece: tuple[int, int] = (0, 1),
+        piece: Chunk | None = None,
         drafter: Loaded | None = None,
     ) -> None:
         self._piece = piece
@@ -253,8 +253,10 @@ class InUse:
         pictures: Pictures | None = None,
     ) -> Generation:
         """Sample n responses to every prompt; returns this call's chunk in order of completion."""
-        index, count = self._piece
-        reach = Reach(first=first, until=until, piece=index, pieces=count)
+        reach = Reach(first=first, until=until)
+        if (chunk := self._piece) is not None:
+            groups = chunk.by == "groups"
+            reach = replace(reach, piece=chunk.index, pieces=chunk.count, groups=groups)
         sampling = Sampling(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -333,6 +335,26 @@ class InUse:
         return self._loaded.trainer.step(
             batch, loss, outputs=outputs, temperature=temperature, max_grad_norm=max_grad_norm
         )
+
+    def accumulate(
+        self,
+        batch: Batch,
+        loss: LossFunction,
+        *,
+        outputs: Collection[str],
+        temperature: float,
+        goes_on: bool,
+    ) -> dict[str, float]:
+        """Add the gradients of some rows of an optimizer step."""
+        return self._loaded.trainer.accumulate(
+            batch, loss, outputs=outputs, temperature=temperature, goes_on=goes_on
+        )
+
+    def finish(
+        self, metrics: dict[str, float], max_grad_norm: float | None, scale: float
+    ) -> StepResult:
+        """Make the optimizer step whose gradients are there."""
+        return self._loaded.trainer.finish(metrics, max_grad_norm, scale)
 
     def average(self, source: ModelInUse, decay: float) -> None:
         """Move what training changes towards the source's weights, which lie as these do."""

@@ -46,7 +46,7 @@ class Stored:
 
         What a rollout has ended first was put here as a piece of its own.
         """
-        if chunk is not None and chunk.by == "finish":
+        if chunk is not None and chunk.as_ended:
             return self
         first, last = chunk_rows(self.total, chunk)
         numbers = torch.arange(self.total) if self.rows is None else self.rows

@@ -296,15 +296,16 @@ class Worker:
         ]
         drafters = [held for held in beside if held.instance.model == node.drafter]
         drafter = drafters[0] if drafters else None
-        return InUse(loaded, key, piece=_piece(action), drafter=drafter)
+        piece = action.chunk if action.ends_first else None
+        return InUse(loaded, key, piece=piece, drafter=drafter)
 
     def _carried_to(self, action: Action, node: Node) -> dict[str, Any]:
         """What the pieces of a node leave for those after them; after the last one nothing."""
-        if action.chunk is None:
-            return {}
-        if action.chunk.index + 1 == action.chunk.count:
-            return self._carried.pop(node.name, {})
-        return self._carried.setdefault(node.name, {})
+        chunk, before = action.chunk, self._carried.pop(node.name, {})
+        carried = before if chunk is not None and chunk.index else {}
+        if chunk is not None and chunk.index + 1 < chunk.count:
+            self._carried[node.name] = carried
+        return carried
 
     def _averaged(self, node: Node, key: SampleKey) -> InUse | None:
         """The model whose weights a node averages, as they are trained."""
@@ -376,15 +377,6 @@ def _counted_for(node: Node) -> str:
     """The loop for which what is left of the iteration before counts here: at its end, and once."""
     first = node.is_gate and node.trip is not None and node.trip[0] == 0
     return str(node.loop) if first else node.name
-
-
-def _piece(action: Action) -> tuple[int, int]:
-    """`(index, count)` of this chunk of a rollout that is handed on in order of completion.
-
-    (0, 1) for an action that is no such chunk.
-    """
-    chunk = action.chunk
-    return (chunk.index, chunk.count) if chunk is not None and action.ends_first else (0, 1)
 
 
 def _permutation(

@@ -143,12 +143,18 @@ class Chunk:
     """Chunk `index` of the `count` equal chunks in which an iteration's rows are processed.
 
     Cut by `prompts`, chunks are the rows of equally many whole prompts, in order. Cut by `finish`,
-    they are equally many rows in order of completion: which rows, the rollout says at run time.
+    they are the rows that end next, cut by `groups` all rows of the prompts that are complete
+    next: which ones, the rollout says at run time.
     """
 
     index: int
     count: int
-    by: Literal["prompts", "finish"] = "prompts"
+    by: Literal["prompts", "finish", "groups"] = "prompts"
+
+    @property
+    def as_ended(self) -> bool:
+        """Whether it has rows in order of completion."""
+        return self.by != "prompts"
 
     def __str__(self) -> str:
         return f"[{self.index + 1}/{self.count}]"
@@ -235,7 +241,7 @@ class Action:
     @property
     def ends_first(self) -> bool:
         """Whether it is one piece of a rollout that hands its rows on in order of completion."""
-        return self.begins and self.chunk is not None and self.chunk.by == "finish"
+        return self.begins and self.chunk is not None and self.chunk.as_ended
 
     @property
     def piece_read(self) -> Chunk | None:

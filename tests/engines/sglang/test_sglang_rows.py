@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlflow.batch import flat, lengths
+from rlflow.contract.values import Reach
 from rlflow.engines.process.client.link import LostError
 from rlflow.engines.process.client.rows.answers import Rows, WrongAnswerError
 from rlflow.graph.rules.completion_order import ended_rows
@@ -87,7 +88,24 @@ def test_pieces_follow_from_the_sizes_alone(generation, pieces):
     order = sorted(range(len(sizes)), key=lambda row: (sizes[row], row))
     for piece in range(pieces):
         first, last = (ended_rows(len(sizes), n, pieces) for n in (piece, piece + 1))
-        assert sorted(order[first:last]) == made.piece(piece, pieces).tolist()
+        reach = Reach(piece=piece, pieces=pieces)
+        assert sorted(order[first:last]) == made.piece(reach, 1).tolist()
+    assert [list(range(len(sizes)))] == asked
+
+
+@given(generations(), st.integers(1, 3), st.integers(1, 3))
+def test_pieces_of_groups_follow_from_the_sizes_alone(generation, n, pieces):
+    """Rows that make no whole group are as many groups of one less row, and so on."""
+    sizes, messages = generation
+    n = next(each for each in range(n, 0, -1) if len(sizes) % each == 0)
+    made, asked = rows(len(sizes), messages)
+    count = len(sizes) // n
+    order = sorted(range(count), key=lambda group: (max(sizes[group * n :][:n]), group))
+    for piece in range(pieces):
+        first, last = (ended_rows(count, done, pieces) for done in (piece, piece + 1))
+        found = made.piece(Reach(piece=piece, pieces=pieces, groups=True), n).tolist()
+        assert sorted(order[first:last]) == [row // n for row in found[::n]]
+        assert len(found) == (last - first) * n
     assert [list(range(len(sizes)))] == asked
 
 
@@ -141,7 +159,9 @@ def test_rows_that_a_second_engine_makes_shorter_are_given_once():
         [answered(3, 1), answered(2, 2)],
     )
     # Of four rows two pieces have two each.
-    assert [[0, 1], [2, 3]] == [made.piece(number, 2).tolist() for number in range(2)]
+    assert [[0, 1], [2, 3]] == [
+        made.piece(Reach(piece=number, pieces=2), 1).tolist() for number in range(2)
+    ]
 
 
 def test_a_second_loss_is_an_error():

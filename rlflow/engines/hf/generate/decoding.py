@@ -137,6 +137,19 @@ class Responses:
         order = torch.argsort(self.sizes, stable=True)
         return order[~going[order]]
 
+    def complete(self, settled: int) -> Tensor:
+        """The prompts of which all rows are among the first `settled` that have ended, int64.
+
+        In the order of their last rows: the one whose longest row is shortest first.
+        """
+        n = self.sampling.n
+        prompts = self.ended()[:settled] // n
+        last = torch.full((len(self.sizes) // n,), -1, device=prompts.device)
+        places = torch.arange(len(prompts), device=prompts.device)
+        last = last.scatter_reduce(0, prompts, places, "amax")
+        whole = (prompts.bincount(minlength=len(last)) == n).nonzero()[:, 0]
+        return whole[torch.argsort(last[whole])]
+
     def result(self, rows: Tensor | None = None) -> Generation:
         """All rows, or those of int64 `rows`, as ragged fields on the CPU.
 
@@ -188,16 +201,23 @@ class Decoding(ABC):
         while self.step():
             advance(1, "turns of tokens")
 
-    def piece(self, number: int, pieces: int) -> Tensor:
+    def piece(self, reach: Reach) -> Tensor:
         """Go on until the rows of a piece have ended; which they are, int64, ascending.
 
-        How many rows a piece has, `ended_rows` says.
+        How many rows, or prompts with all their rows, a piece has, `ended_rows` says.
         """
-        rows = len(self.responses.sizes)
-        first, last = (ended_rows(rows, done, pieces) for done in (number, number + 1))
-        while self.settled() < last and self.step():
+        n = self.responses.sampling.n if reach.groups else 1
+        whole = len(self.responses.sizes) // n
+        first, last = (ended_rows(whole, reach.piece + end, reach.pieces) for end in (0, 1))
+        while self.settled() < last * n and self.step():
             advance(1, "turns of tokens")
-        return self.responses.ended()[first:last].sort().values
+        if not reach.groups:
+            return self.responses.ended()[first:last].sort().values
+        while len(found := self.responses.complete(self.settled())) < last:
+            self.step()
+            advance(1, "turns of tokens")
+        rows = found[first:last].sort().values[:, None] * n
+        return (rows + torch.arange(n, device=rows.device)).flatten()
 
 
 class PlainDecoding(Decoding):

@@ -247,10 +247,11 @@ class AdamWState:
         """The names of the state that training changes: all of them."""
         return frozenset(f"{kind}.{n}" for kind, part in self.by_kind().items() for n in part)
 
-    def sleep(self) -> None:
-        """Move the state to the host and drop the gradients."""
+    def sleep(self, *, keeps_gradients: bool = False) -> None:
+        """Move the state to the host and drop the gradients, unless further ones add to them."""
         self.require_awake()
-        self.release_gradients()
+        if not keeps_gradients:
+            self.release_gradients()
         self._host = to_host(self.state_buffers())
         free(self.state_buffers())
         self.asleep = True

@@ -15,15 +15,21 @@ from torch import Tensor
 
 from rlflow.batch import Batch, lengths
 from rlflow.contract.progress import advance
-from rlflow.contract.values import LossFunction, StepResult, Temperature
+from rlflow.contract.values import LossFunction, Temperature
 from rlflow.engines.hf.forward.ahead import Part
-from rlflow.engines.hf.microbatches import WantedOutputs, add_metrics, numbers_of, one_token
+from rlflow.engines.hf.microbatches import (
+    EXPERTS,
+    WantedOutputs,
+    add_metrics,
+    numbers_of,
+    one_token,
+)
 from rlflow.engines.hf.optim.kinds import Kinds
 from rlflow.engines.hf.sharded.grouped import ShardedInt8AdamW, ShardedMuon
 from rlflow.engines.hf.sharded.mesh import ROWS
 from rlflow.engines.hf.sharded.model import ShardedModel
 from rlflow.engines.hf.sharded.optim import ShardedAdamW
-from rlflow.engines.hf.train import EXPERTS, TrainEngine
+from rlflow.engines.hf.train import TrainEngine
 
 SHARDED: Kinds = {"adamw": ShardedAdamW, "int8": ShardedInt8AdamW, "muon": ShardedMuon}
 
@@ -64,31 +70,25 @@ class ShardedTrainEngine(TrainEngine):
         """As many as the rank makes that has most."""
         return self.model.ranks.most(own)
 
-    def step(
-        self,
-        batch: Batch,
-        loss_fn: LossFunction,
-        *,
-        outputs: Collection[str],
-        temperature: float,
-        max_grad_norm: float | None,
-    ) -> StepResult:
-        """See `TrainEngine.step`; `loss_fn` is called with micro-batches of this rank's own rows.
+    def sum_gradients(
+        self, batch: Batch, loss_fn: LossFunction, outputs: Collection[str], temperature: float
+    ) -> dict[str, float]:
+        """See `TrainEngine.sum_gradients`; `loss_fn` gets micro-batches of this rank's own rows.
 
         Metrics, the gradient's norm and whether the step was applied are of all ranks' rows, and
         equal on every rank.
         """
-        optimizer = self.require_optimizer()
-        assert isinstance(optimizer, ShardedAdamW)
-        self.routers.begin(batch, self.count_routing)
-        optimizer.zero_grad()
         parts = [part for part in self.micro_batches(batch) if len(part[1])]
         passes = max(1, self.passes(len(parts)))
         micros = self.filled_up(self.packing.over(parts), batch, passes)
         asked = WantedOutputs(tuple(outputs), temperature)
-        total = self.pass_all(micros, passes, loss_fn, asked)
+        return self.metrics(self.pass_all(micros, passes, loss_fn, asked))
+
+    def join_gradients(self) -> None:
+        """See `TrainEngine.join_gradients`: those of weights that ranks of `tp` hold alike."""
+        optimizer = self.require_optimizer()
+        assert isinstance(optimizer, ShardedAdamW)
         optimizer.add_parts()
-        return self.finish(self.metrics(total), max_grad_norm)
 
     def filled_up(
         self, own: Iterator[Part], batch: Batch, passes: int

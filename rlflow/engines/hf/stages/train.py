@@ -18,14 +18,19 @@ from rlflow.contract.progress import advance
 from rlflow.contract.values import LossFunction, Temperature
 from rlflow.engines.hf.forward.ahead import PackedRows
 from rlflow.engines.hf.forward.attention import PackedAttention
-from rlflow.engines.hf.microbatches import WantedOutputs, add_metrics, blank_outputs, in_batch_order
+from rlflow.engines.hf.microbatches import (
+    EXPERTS,
+    WantedOutputs,
+    add_metrics,
+    blank_outputs,
+    in_batch_order,
+)
 from rlflow.engines.hf.sharded.model import local
 from rlflow.engines.hf.sharded.optim import ShardedAdamW
 from rlflow.engines.hf.sharded.train import Forwarded, ShardedTrainEngine
 from rlflow.engines.hf.stages.stage import LayerStage
 from rlflow.engines.hf.stages.turns import forwards, turns
 from rlflow.engines.hf.stages.weights import LateWeights
-from rlflow.engines.hf.train import EXPERTS
 from rlflow.graph.placement import Schedule
 
 
@@ -172,17 +177,17 @@ class StagedTrainEngine(ShardedTrainEngine):
         stage.flush()
         if late is not None:
             late.give()
-        self._add_repeated()
         return total
 
-    def _add_repeated(self) -> None:
-        """Add up gradients of what the first and the last stage both hold."""
+    def join_gradients(self) -> None:
+        """See `TrainEngine.join_gradients`: also of what the first and the last stage both hold."""
         optimizer = self.optimizer
         assert isinstance(optimizer, ShardedAdamW)
         for name in sorted(self.stage.repeated & optimizer.parameters.keys()):
             gradient = optimizer.parameters[name].grad
             assert gradient is not None
             self.stage.add_repeated(local(gradient))
+        super().join_gradients()
 
 
 def _with_turn(before: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -92,7 +92,7 @@ class SGLangRollout:
             if reach.pieces == 1:
                 rows.run()
             else:
-                chosen = rows.piece(reach.piece, reach.pieces)
+                chosen = rows.piece(reach, sampling.n)
         if reach.piece + 1 < reach.pieces:
             self._open[key] = rows
         self._require_version(rows)

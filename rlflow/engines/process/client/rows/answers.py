@@ -7,6 +7,7 @@ neither models nor how an engine is asked.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlflow.batch import ragged
-from rlflow.contract.values import Generation
+from rlflow.contract.values import Generation, Reach
 from rlflow.engines.process.client.link import LostError, PendingRequest
 from rlflow.graph.rules.completion_order import ended_rows
 
@@ -72,14 +73,48 @@ class Rows:
         self._losses = 0
         self._call: PendingRequest | None = None
 
-    def piece(self, number: int, pieces: int) -> Tensor:
-        """The rows of a piece, int64 ascending; waits until they are settled."""
-        first, last = (ended_rows(self.count, done, pieces) for done in (number, number + 1))
+    def piece(self, reach: Reach, n: int) -> Tensor:
+        """The rows of a piece, int64 ascending; waits until they are settled.
+
+        Of `n` rows of each prompt, one after the other, all where it is a piece of whole prompts.
+        """
+        if reach.groups:
+            return self._groups(reach, n)
+        first, last = (ended_rows(self.count, reach.piece + end, reach.pieces) for end in (0, 1))
         while not self.settled(last - first):
             self.advance()
         made = self.ended()[: last - first]
         self._given.update(made)
         return torch.tensor(sorted(made), dtype=torch.int64)
+
+    def _groups(self, reach: Reach, n: int) -> Tensor:
+        """All rows of the prompts that are complete next."""
+        prompts = self.count // n
+        first, last = (ended_rows(prompts, reach.piece + end, reach.pieces) for end in (0, 1))
+        while len(found := self.complete(n)) < last - first:
+            self.advance()
+        rows = [row for p in found[: last - first] for row in range(p * n, (p + 1) * n)]
+        self._given.update(rows)
+        return torch.tensor(sorted(rows), dtype=torch.int64)
+
+    def complete(self, n: int) -> list[int]:
+        """The prompts whose `n` rows have all ended and are in no piece yet, if that is settled.
+
+        The one whose longest row is shortest comes first, of equal ones the first prompt.
+        """
+        ends = [self._end_of(range(p * n, (p + 1) * n)) for p in range(self.count // n)]
+        going = [(end, prompt) for prompt, (end, over) in enumerate(ends) if not over]
+        bound = min(going, default=(math.inf, 0))
+        found = [(end, prompt) for prompt, (end, over) in enumerate(ends) if over]
+        free = (each for each in found if each[1] * n not in self._given)
+        return [prompt for _, prompt in sorted(each for each in free if each < bound)]
+
+    def _end_of(self, rows: range) -> tuple[float, bool]:
+        """How long the longest of some rows is, or will be at the least, and if all are over."""
+        longest = max(
+            len(self.tokens[row]) if row in self.tokens else self._grown[row] + 1 for row in rows
+        )
+        return longest, all(row in self.tokens for row in rows)
 
     def run(self) -> None:
         """Wait until every row has ended."""
