@@ -46,7 +46,7 @@ from rlflow.scheduler.passes.residency import residency
 from rlflow.scheduler.passes.rewrite import rewrite
 from rlflow.scheduler.passes.rewrite.overlap import rewards_beside
 from rlflow.scheduler.passes.staleness import allowed, note_turns, stamp
-from rlflow.scheduler.passes.stream import choose_chunks, stream
+from rlflow.scheduler.passes.stream.stream import choose_chunks, stream
 from rlflow.scheduler.passes.too_large import rooms_left
 from rlflow.scheduler.passes.transfer import transfer
 from rlflow.scheduler.passes.unroll import unroll
@@ -208,7 +208,32 @@ def _cut(plan: Plan, context: Context, *, verified: bool) -> Compiled:
     chunks, begun = context.placement.stream, Compiled(plan=plan, stages=())
     if chunks == "auto":
         return _streamed(begun, context, verified=verified)
-    return _compiled(begun, replace(context, chunks=chunks), verified=verified)
+    return _in_chunks(begun, replace(context, chunks=chunks), verified=verified)
+
+
+def _in_chunks(begun: Compiled, context: Context, *, verified: bool) -> Compiled:
+    """The plan in so many chunks: of complete groups where updates follow those, or of rows.
+
+    Rows where groups do not fit, or where forwards that get rows sooner make it shorter.
+    """
+    by_rows = replace(context, groups=False)
+    if context.chunks == 1 or not context.groups:
+        return _compiled(begun, context, verified=verified)
+    try:
+        made = _compiled(begun, context, verified=verified)
+    except PlanError as refused:
+        try:
+            return _compiled(begun, by_rows, verified=verified)
+        except PlanError:
+            raise refused from None
+    followed = any(a.chunk is not None and a.chunk.by == "groups" for a in made.plan.actions)
+    if not followed or context.rough:
+        return made
+    try:
+        other = _compiled(begun, by_rows, verified=verified)
+    except PlanError:
+        return made
+    return other if estimated_period(other.plan) < estimated_period(made.plan) else made
 
 
 def _noting_graph(plan: Plan, notes: Sequence[tuple[str, str]], near: Path | None) -> Plan:
@@ -271,7 +296,7 @@ def _streamed(made: Compiled, context: Context, *, verified: bool) -> Compiled:
 
     def made_in(chunks: int, optimize: float) -> Compiled:
         chunked = replace(context, chunks=chunks, optimize=optimize)
-        return _compiled(bound, chunked, verified=verified)
+        return _in_chunks(bound, chunked, verified=verified)
 
     planned = functools.cache(lambda chunks: made_in(chunks, 0.0))
     chunks, why = choose_chunks(bound.plan, lambda count: planned(count).plan)

@@ -95,6 +95,11 @@ def test_a_piece_is_told_from_every_other_in_the_key_of_a_measurement() -> None:
         (Chunk(index=1, count=4), True, Piece(count=4)),
         (Chunk(index=1, count=4, by="finish"), False, Piece(count=4, index=1, loose=True)),
         (Chunk(index=1, count=4, by="finish"), True, Piece(count=4, index=1, leg=True)),
+        (
+            Chunk(index=1, count=4, by="groups"),
+            False,
+            Piece(count=4, index=1, loose=True, groups=True),
+        ),
     ],
 )
 def test_only_pieces_of_whole_prompts_are_alike(
@@ -107,10 +112,12 @@ def test_an_action_is_costed_as_its_piece() -> None:
     plan = compiled_with(grpo(), STREAMED).plan
     done = {a.id: piece_done(a) for a in plan.actions if a.kind == "run"}
 
-    assert Piece(count=2, index=1, leg=True) == done["actor.rollout[2/2]"]
-    assert Piece(count=2, loose=True) == done["ref.log_probs[1/2]"]
-    assert Piece(count=2, index=1, loose=True) == done["reward[2/2]"]
-    assert WHOLE == done["advantage"] == done["actor.update"]
+    first, second = (Piece(count=2, index=index, groups=True) for index in range(2))
+    assert replace(second, leg=True) == done["actor.rollout[2/2]"]
+    assert replace(first, loose=True) == done["ref.log_probs[1/2]"] == done["actor.update[1/2]"]
+    assert replace(second, loose=True) == done["reward[2/2]"] == done["advantage[2/2]"]
+    assert WHOLE == done["prompts"]
+    assert [False, True] == [done[f"actor.update[{n}/2]"].steps for n in (1, 2)]
 
 
 LOADS = st.builds(

@@ -10,8 +10,10 @@ import rlflow as rf
 from rlflow import ops
 from rlflow.errors import PlanError
 from rlflow.graph.graph import Graph, Node
-from rlflow.scheduler.passes.stream import choose_chunks, crossing_chains
+from rlflow.scheduler.passes.stream.chains import crossing_chains
+from rlflow.scheduler.passes.stream.stream import choose_chunks
 from rlflow.scheduler.plan.plan import Action, Chunk, Plan, Timing
+from rlflow.scheduler.plan.text import plan_text
 from tests.scheduler.examples import APART, MESH, SPLIT, compiled_with, grpo, ppo
 from tests.scheduler.strategies import (
     exact,
@@ -377,11 +379,87 @@ def test_steps_in_the_order_of_the_rows_follow_the_rollout():
 
 @pytest.mark.parametrize(
     ("epochs", "steps", "count", "pieces"),
-    [(1, 4, 2, 2), (1, 4, 4, 4), (1, 2, 4, 1), (2, 4, 2, 1), (1, 1, 2, 1)],
+    [(1, 4, 2, 2), (1, 4, 4, 4), (1, 2, 4, 1), (2, 4, 2, 1)],
 )
 def test_an_update_is_cut_where_each_chunk_has_whole_steps(epochs, steps, count, pieces):
     plan = cut(grpo(epochs=epochs, steps=steps), SPLIT, count)
     assert pieces == len(runs(plan, "actor.update"))
+
+
+def test_one_step_adds_up_gradients_of_groups_as_they_are_complete():
+    graph = grpo(prompts=64, n=8)
+    plan, whole = cut(graph, SPLIT, 4), cut(graph, SPLIT, 1)
+    runs_of = {name: runs(plan, name) for name in ("actor.rollout", "advantage", "actor.update")}
+    assert {"groups"} == {a.chunk.by for found in runs_of.values() for a in found}
+    assert [4] * 3 == [len(found) for found in runs_of.values()]
+    *adding, last = runs_of["actor.update"]
+    assert [((), (("actor@train", 0),))] * 3 == [(a.writes, a.reads) for a in adding]
+    assert (("actor@train", -1),) == last.writes
+    for number, a in enumerate(adding, 1):
+        assert {f"advantage[{number}/4]", f"actor.rollout[{number}/4]"} <= read(a)
+        assert a.id in order_before(runs_of["actor.update"][number])
+    (reshard,) = (a for a in plan.actions if a.kind == "reshard")
+    assert [last.id] == [dep.action for dep in reshard.after if dep.kind == "weights"]
+    gradients = plan.part("actor@train/gradients")
+    assert 0 < gradients.residual == gradients.size
+    assert "proven on-policy" in plan_text(plan)
+    parts = sum(a.cost.seconds for a in runs_of["actor.update"])
+    assert parts >= whole.action("actor.update").cost.seconds
+    assert plan.timing.period < whole.timing.period
+
+
+def rows_first(loss: rf.PolicyLoss, **options: object) -> set[str]:
+    """By what a plan's rollout is cut whose update has such a loss, or options."""
+
+    def declare() -> None:
+        actor = rf.Model("actor", "models/mid", optimizer=rf.AdamW(lr=1e-3))
+        prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=64)
+        samples = ops.rollout(actor, prompts, n=8, max_new_tokens=200)
+        reward = ops.reward(exact, samples)
+        adv = ops.advantage("grpo", samples, reward)
+        ops.update(actor, samples, adv, loss=loss, **options)
+
+    plan = cut(graph_of(declare), SPLIT_ACTOR, 4)
+    return {a.chunk.by for a in runs(plan, "actor.rollout") if a.chunk is not None}
+
+
+SPLIT_ACTOR = rf.Placement(
+    pools={"train": 1, "gen": 1}, assign={"*": rf.on("train"), "actor.rollout": rf.on("gen")}
+)
+
+
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [
+        (rf.PolicyLoss(top_entropy=0.2), {}),
+        (rf.PolicyLoss(), {"mini_batches": 2}),
+        (rf.PolicyLoss(), {"epochs": 2}),
+    ],
+)
+def test_what_needs_all_rows_waits_for_them(loss, options):
+    assert {"finish"} == rows_first(loss, **options)
+    assert {"groups"} == rows_first(rf.PolicyLoss())
+
+
+def test_an_update_on_the_rollouts_own_devices_waits():
+    together = rf.Placement(
+        pools={"all": 1, "look": 1},
+        assign={"*": rf.on("all"), "ref": rf.on("look")},
+    )
+    plan = cut(grpo(), together, 2)
+    assert {"finish"} == {a.chunk.by for a in runs(plan, "actor.rollout")}
+    assert 1 == len(runs(plan, "actor.update"))
+
+
+def test_rows_go_on_one_by_one_where_forwards_that_follow_make_it_shorter():
+    """The last groups would be long in coming, and few rows cost an update as much as more do."""
+    plan = cut(grpo(), SPLIT, 4)
+    assert {"finish"} == {a.chunk.by for a in runs(plan, "actor.rollout")}
+
+
+def test_rows_go_on_one_by_one_where_there_are_fewer_groups_than_chunks():
+    plan = cut(grpo(), SPLIT, 9)
+    assert {"finish"} == {a.chunk.by for a in runs(plan, "actor.rollout")}
 
 
 def test_shuffled_steps_wait_for_the_batch():

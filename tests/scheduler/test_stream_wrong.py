@@ -16,10 +16,13 @@ from tests.scheduler.test_stream import THREE, cut, runs, streamed
 
 
 @pytest.mark.parametrize("backend", ["local", "ray"])
-@pytest.mark.parametrize(("ignore_eos", "steps"), [(False, 1), (True, 1), (False, 4)])
-def test_a_plan_with_a_wrong_chunk_is_rejected(backend, ignore_eos, steps):
+@pytest.mark.parametrize(
+    ("ignore_eos", "steps", "epochs"),
+    [(False, 1, 2), (True, 1, 2), (False, 4, 1), (False, 1, 1)],
+)
+def test_a_plan_with_a_wrong_chunk_is_rejected(backend, ignore_eos, steps, epochs):
     """After `transfer`, so that no device's order stands in for a dependency."""
-    graph = grpo(epochs=1 if steps > 1 else 2, ignore_eos=ignore_eos, steps=steps)
+    graph = grpo(epochs=epochs, ignore_eos=ignore_eos, steps=steps)
     compiled = compiled_with(graph, streamed(THREE, 2), backend=backend)
     plan = dict(compiled.stages)["transfer"]
     assert [] == verify(plan, "transfer")
@@ -47,7 +50,8 @@ def wrong_chunks(plan: Plan):
         yield f"no {action.id}", replace(plan, actions=bridged)
         by = action.chunk.by
         others = [Chunk(index=1 - action.chunk.index, count=2, by=by), Chunk(index=0, count=4)]
-        others += [replace(action.chunk, by="prompts" if by == "finish" else "finish")]
+        ways = ("prompts", "finish", "groups")
+        others += [replace(action.chunk, by=way) for way in ways if way != by]
         for chunk in (None, *others):
             changed = replace(action, chunk=chunk)
             actions = tuple(changed if a.id == action.id else a for a in plan.actions)

@@ -1,7 +1,8 @@
 """Which updates take their optimizer steps in the order of the rows.
 
 Such an update may begin before the last rows are there: its first steps need the first ones only;
-and it may stop between two steps and let others go first.
+and it may stop between two steps and let others go first. One that makes a single step may add up
+gradients meanwhile.
 """
 
 from __future__ import annotations
@@ -27,6 +28,18 @@ def mini_batches(node: Node) -> int:
     """How many parts its rows are cut into, an optimizer step each; 1 where it takes none."""
     learning = node.role(Learning)
     return 1 if learning is None else int(learning.mini_batches)
+
+
+def steps_of(node: Node) -> int:
+    """How many optimizer steps it makes in an iteration, in all its epochs."""
+    learning = node.role(Learning)
+    return 1 if learning is None else int(learning.epochs * learning.mini_batches)
+
+
+def one_step(node: Node) -> bool:
+    """Whether it makes one optimizer step, whose gradients add up before all rows are known."""
+    learning = node.role(Learning)
+    return learning is not None and steps_of(node) == 1 and bool(learning.loss.adds_up)
 
 
 def groups_may_part(node: Node) -> bool:

@@ -351,6 +351,12 @@ def _filled_in_part(plan: Plan, name: str) -> bool:
 
 def _writers(plan: Plan, model: str) -> list[str]:
     """The runs that write a model, in the order in which they have to: node by node."""
-    runs = [action for action in plan.actions if action.kind == "run"]
+    runs = [action for action in plan.actions if action.kind == "run" and not _only_adds(action)]
     runs.sort(key=lambda action: action.chunk.index if action.chunk else 0)
     return [a.id for node in plan.graph.updates(model) for a in runs if a.node == node.name]
+
+
+def _only_adds(action: Action) -> bool:
+    """Whether a chunk of an update leaves the step to a later one; of other nodes any chunk."""
+    chunk = action.chunk
+    return chunk is not None and chunk.by == "groups" and chunk.index + 1 < chunk.count

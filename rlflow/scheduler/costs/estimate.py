@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from rlflow.graph.graph import Node
 from rlflow.graph.roles import Averaged, Drafted, Learning
 from rlflow.graph.rules.check import num_prompts, row_counts
-from rlflow.graph.rules.steps import mini_batches
+from rlflow.graph.rules.steps import steps_of
 from rlflow.modelfiles.chunks import MOST
 from rlflow.modelfiles.kernels.head import HeadAsked, head_by_rows
 from rlflow.scheduler.costs import measurement_keys as keys
@@ -163,8 +163,7 @@ class Costs(ExpectedRows):
             seconds += likeliest_seconds(node, roof, load)
         else:
             learning, router = node.role(Learning), self.graph.model(node.model).router
-            epochs = 1 if learning is None else learning.epochs
-            batches = mini_batches(node) * piece.share
+            batches = 1.0 if piece.groups else steps_of(node) * piece.share
             trained, hosted = self._trained_per_rank(instance) or 0, self.hosted(instance) or 0
             sent = trained * max(roof.size, FULL_BYTES)
             step = roof.step(trained, hosted, rounded=self.low_moments(instance))
@@ -172,11 +171,11 @@ class Costs(ExpectedRows):
                 step += orthogonal_seconds(roof, matrices)
             step += roof.read(CODED * self.coded(instance)[0])
             again = instance.recomputes
-            one = piped_update(roof, load, sent, again) + step
+            one = piped_update(roof, load, sent, again) + (step if piece.steps else 0.0)
             before = getattr(learning and learning.loss, "forwards", 0)
             before += bool(router is not None and router.balance_coef)
             first = before * piped(roof, load, lambda each: each.forward(load))
-            seconds = epochs * batches * (first + one + likeliest_seconds(node, roof, load))
+            seconds = batches * (first + one + likeliest_seconds(node, roof, load))
         found = () if keeps_workspace(roof) else self._holds(node, instance, roof, load)
         found = tuple(h for h in found if not piece.leg or h[0] not in (CACHE, DRAFTS))
         if not roof.on_cpu:  # All of them wait for the slowest.

@@ -16,21 +16,23 @@ COUNTS = (1, 2, 4, 8)
 class Piece:
     """One of `count` pieces of an iteration's rows; of whole prompts all are alike, with index 0.
 
-    Where rows go on as they end, piece number `index` is `loose`: of no whole prompts; a `leg` is
-    a piece of the rollout itself, which decodes all rows together.
+    Where rows go on as they end, piece number `index` is `loose`: of rows, or of `groups` that are
+    complete; a `leg` is a piece of the rollout itself, which decodes all rows together.
     """
 
     count: int = 1
     index: int = 0
     loose: bool = False
     leg: bool = False
+    groups: bool = False
 
     def __str__(self) -> str:
         """As it stands in the key of a measurement."""
         if self.leg:
-            return f"{self.index + 1}/{self.count} as rows end"
+            return f"{self.index + 1}/{self.count} as {'groups' if self.groups else 'rows'} end"
         if self.loose:
-            return f"{self.index + 1}/{self.count} of the rows, as they end"
+            what = "groups, as they are complete" if self.groups else "rows, as they end"
+            return f"{self.index + 1}/{self.count} of the {what}"
         return f"1/{self.count}"
 
     @property
@@ -45,6 +47,11 @@ class Piece:
         """The share of the rows that it has."""
         since, until = self.bounds
         return until - since
+
+    @property
+    def steps(self) -> bool:
+        """Whether an update makes an optimizer step in it: of complete groups in the last one."""
+        return not self.groups or self.index + 1 == self.count
 
     @property
     def relatives(self) -> tuple[Piece, ...]:
@@ -68,9 +75,8 @@ def chunk_piece(chunk: Chunk | None, begins: bool) -> Piece:
         return WHOLE
     if chunk.by == "prompts":
         return Piece(count=chunk.count)
-    if not begins:
-        return Piece(count=chunk.count, index=chunk.index, loose=True)
-    return Piece(count=chunk.count, index=chunk.index, leg=True)
+    piece = Piece(count=chunk.count, index=chunk.index, groups=chunk.by == "groups")
+    return replace(piece, leg=True) if begins else replace(piece, loose=True)
 
 
 def piece_done(action: Action) -> Piece:

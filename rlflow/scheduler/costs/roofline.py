@@ -256,25 +256,26 @@ class Roofline(TowerSeconds):
         copied = hosted / (self.kind.host_link * self.kind.reached)
         return read + 2 * copied if self.on_cpu else max(read, copied)
 
-    def rollout(self, load: Load, leg: int = 0, legs: int = 1) -> float:
+    def rollout(self, load: Load, leg: int = 0, legs: int = 1, n: float = 1) -> float:
         """Seconds to prefill the prompts and decode until the longest of all rows has ended.
 
         A step computes for the rows that are left, reads the weights and their keys and values.
-        Of `legs` rows end in each as `ended_share` says; the prompts are of the first, and all
-        that is done while rows wait: one of those may be the shortest.
+        Of `legs` rows end in each as `ended_share` says, or groups of `n`; the prompts are of the
+        first, and all that is done while rows wait: one of those may be the shortest.
         """
         if self.ep.ranks > 1:  # The experts of all ranks come to each first.
             layers = self.shape.layers
             moved = layers * self.ep.all_gather((self.apart + self.elsewhere) / layers)
             whole = replace(self, ep=ALONE, shard=ALONE, gathers=False)
-            return self.gathered() + moved + whole.rollout(load, leg, legs)
+            return self.gathered() + moved + whole.rollout(load, leg, legs, n)
         total = self.gathered() if self.gathers else 0.0
         if not leg:
             for read in (self, self.proposer):
                 if read is not None:
                     total += read.agreed(load.prompts * load.mean_prompt) + read.prefill(load)
-        since, step = ended_share(leg, legs), self.stepping()
-        until = 2.0 if leg + 1 == legs else ended_share(leg + 1, legs)
+        # A group of n rows is complete with probability F^n where a row has ended with F.
+        since, step = ended_share(leg, legs) ** (1 / n), self.stepping()
+        until = 2.0 if leg + 1 == legs else ended_share(leg + 1, legs) ** (1 / n)
         for stage in stages(load.lengths, load.rows, load.peers, self.at_once(load)):
             if since <= stage.ended < until:
                 taken = step(stage.live, load.mean_prompt + stage.age)

@@ -74,8 +74,11 @@ def lag_of(reader: Action, instance: Instance) -> int:
 
 
 def _written_by(plan: Plan, model: str) -> tuple[Action, ...]:
-    """The runs that write a model's weights, in their order: by node, then piece by piece."""
-    runs = [action for action in plan.actions if action.kind == "run"]
+    """The runs that write a model's weights, in their order: by node, then piece by piece.
+
+    Of an update whose chunks add up gradients the last one alone; the others read.
+    """
+    runs = [action for action in plan.actions if action.kind == "run" and action.writes]
     updates = plan.graph.updates(model)
     return tuple(run for node in updates for run in runs if run.node == node.name)
 

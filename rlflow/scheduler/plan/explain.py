@@ -20,6 +20,11 @@ from rlflow.scheduler.plan.text import (
 Rows = list[tuple[str, str]]
 # Notes on what a plan chose of an instance, so that it fits or takes less.
 LAYOUT = {"offload", "recompute", "reshard", "gradients"}
+CUT = {
+    "prompts": "groups",
+    "finish": "rows, by who ends first",
+    "groups": "groups, by which are complete first",
+}
 ROWS = "rows at once"
 SEQUENCE = "sequence"
 
@@ -76,7 +81,7 @@ def _when(action: Action) -> Rows:
         ahead = f"runs {counted(action.ahead, 'iteration')} ahead of the last actions of a turn"
         rows.append(("ahead", ahead))
     if action.chunk is not None:
-        cut = "groups" if action.chunk.by == "prompts" else "rows, by who ends first"
+        cut = CUT[action.chunk.by]
         chunk = f"piece {action.chunk.index + 1} of {action.chunk.count} of an iteration's {cut}"
         rows.append(("chunk", chunk))
     return rows

@@ -17,7 +17,9 @@ def largest_lag(plan: Plan) -> dict[str, int]:
     """
     found: dict[str, int] = {}
     for action in plan.actions:
-        if action.kind != "run" or action.writes or not action.reads:
+        if action.kind != "run" or not action.reads:
+            continue
+        if plan.graph.node(str(action.node)).op.use == "train":
             continue
         instance = plan.instance(str(action.instance))
         trained = plan.trained_instance(instance.model)

@@ -138,8 +138,22 @@ class Facts:
         for node in self.plan.graph.nodes:
             if node.op.use == "train":
                 runs = sorted(self.runs[node.name], key=lambda a: a.chunk.index if a.chunk else 0)
+                runs = [a for a in runs if not self.only_adds(a)]
                 found.setdefault(str(node.model), []).extend(runs)
         return found
+
+    def only_adds(self, a: Action) -> bool:
+        """Whether it is a chunk of an optimizer step that adds gradients and leaves the weights."""
+        chunk = a.chunk
+        if a.kind != "run" or chunk is None or chunk.by != "groups":
+            return False
+        train = self.plan.graph.node(str(a.node)).op.use == "train"
+        return train and chunk.index + 1 < chunk.count
+
+    @cached_property
+    def added_to(self) -> frozenset[str]:
+        """The instances whose gradients stay from chunk to chunk."""
+        return frozenset(str(a.instance) for a in self.plan.actions if self.only_adds(a))
 
     @cached_property
     def reshards(self) -> dict[str, list[Action]]:

@@ -29,7 +29,8 @@ def chunks_are_legal(facts: Facts) -> Iterator[str]:
         node = graph.node(name)
         op = node.op
         at_once = op.per == "batch" or op.collective or op.effect != "pure"
-        if at_once and not _steps_follow(node, first.chunk):
+        follows = _steps_follow(node, first.chunk) or _adds_up(facts, node, first.chunk)
+        if at_once and not follows:
             yield f"{first.id} is a chunk of a node that takes its batch at once"
         along = op.rows in ("expand", "same") and not op.chooses
         if op.closing or not node.always or not (along or at_once):
@@ -46,7 +47,8 @@ def chunks_are_legal(facts: Facts) -> Iterator[str]:
             if _in_full(a) != _in_full(first):
                 yield f"{a.id} is done otherwise than {first.id}"
         pieces = sorted(facts.runs[name], key=lambda a: a.chunk.index if a.chunk else 0)
-        for before, after in pairwise(pieces if first.ends_first else ()):
+        in_turn = first.ends_first or facts.only_adds(first)
+        for before, after in pairwise(pieces if in_turn else ()):
             if not facts.comes_before(before.id, after.id, 0):
                 yield f"{after.id} goes on before {before.id} is over"
 
@@ -58,6 +60,19 @@ def _steps_follow(node: Node, chunk: Chunk) -> bool:
     return once and chunk.by == "prompts" and said["mini_batches"] % chunk.count == 0
 
 
+def _adds_up(facts: Facts, node: Node, chunk: Chunk) -> bool:
+    """Whether gradients of complete groups may be added up before the others are there.
+
+    Of the one step of an update whose loss chooses nothing, and averages nothing, over all rows.
+    """
+    said = dict(node.params)
+    once = node.op.use == "train" and said.get("epochs") == 1 and said.get("mini_batches") == 1
+    if not once or chunk.by != "groups" or said.get("background"):
+        return False
+    routed = facts.plan.graph.model(str(node.model)).router is not None
+    return bool(said["loss"].adds_up) and not routed
+
+
 def _cut_is_fair(facts: Facts, node: Node, first: Action) -> Iterator[str]:
     """Pieces are equally many whole prompts, or rows of an op that reads no others of its group."""
     prompts, chunk = num_prompts(facts.plan.graph, node), first.chunk
@@ -67,11 +82,17 @@ def _cut_is_fair(facts: Facts, node: Node, first: Action) -> Iterator[str]:
             count = f"{chunk.count} chunks, within the groups of its {prompts} prompts"
             yield f"{node.name} is cut into {count}"
         return
-    rows = most_rows(facts.plan.graph, node)
+    groups, trains = chunk.by == "groups", node.op.use == "train"
+    rows = prompts if groups else most_rows(facts.plan.graph, node)
     if rows is None or rows < chunk.count:
-        yield f"{node.name} is cut into {chunk.count} chunks, and has {rows} rows"
-    if node.op.per != "row":
+        what = "groups" if groups else "rows"
+        yield f"{node.name} is cut into {chunk.count} chunks, and has {rows} {what}"
+    if node.op.per != "row" and not groups:
         yield f"{node.name} is cut between rows of a group"
+    if groups and not (trains or node.op.per in ("row", "group")):
+        yield f"{node.name} is cut between groups, and reads all of them"
+    if groups and first.takes is not None and first.takes.pieces > 1:
+        yield f"{node.name} is cut by groups, and its parts have some samples of each"
     if node.op.rows == "expand" and not first.begins:
         yield f"{node.name} makes rows of rows that end one by one"
     if node.op.uneven == "refuse" and first.takes is not None and len(first.takes.parts) > 1:

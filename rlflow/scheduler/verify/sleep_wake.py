@@ -39,6 +39,21 @@ def moves_are_needed(facts: Facts) -> Iterator[str]:
         yield from _sleeps_are_needed_everywhere(memory, part)
 
 
+def gradients_stay(facts: Facts) -> Iterator[str]:
+    """What the chunks of an optimizer step add up is on its devices from the first to the last.
+
+    Another step of the same optimizer between them would take it, so there is none.
+    """
+    for name in sorted(facts.added_to):
+        instance = facts.instances[name]
+        for a in facts.plan.actions:
+            if a.part == instance.gradients:
+                yield f"{a.id} moves gradients that chunks of an update add up"
+        nodes = {node.name for node in facts.plan.graph.updates(instance.model)}
+        if len(nodes) > 1:
+            yield f"{', '.join(sorted(nodes))} add up gradients of {name} in turns"
+
+
 def _is_used(memory: Memory, part: Part, sleep: Action, users: Iterable[Action]) -> bool:
     """Whether an action needs a part, always before one of its sleeps and after the wake before."""
     lines = memory.on(leaving(part))

@@ -138,7 +138,7 @@ class Ranks:
         rows = rows[kept[device]] if device in kept else rows
         rows = (rows[:, None] * factor + np.arange(factor)).reshape(-1)
         numbers = None
-        if action.begins and action.chunk.by == "finish":
+        if action.ends_first:
             rows = numbers = ended(rows, action.chunk)
             self.pieces[node.name, action.chunk].append(rows)
         if node.op.outputs:
@@ -200,28 +200,39 @@ def pieces_of(action: Action) -> int:
     return 1 if action.takes is None else action.takes.pieces
 
 
+# Samples of each prompt in `grpo`.
+N = 2
+
+
 def sizes(rows: np.ndarray) -> np.ndarray:
     """How long responses are, in an order that is not that of the rows."""
     return rows * 5 % 7 + 3
 
 
 def ended(rows: np.ndarray, chunk: Chunk) -> np.ndarray:
-    """Those of a rank's rows that are a piece by who ends first, ascending."""
-    first, last = chunk_rows(len(rows), chunk)
-    order = np.argsort(sizes(rows), kind="stable")
-    return np.sort(rows[order][first:last])
+    """Those of a rank's rows that are a piece by who ends first, or is complete, ascending."""
+    each = N if chunk.by == "groups" else 1
+    longest = sizes(rows).reshape(-1, each).max(-1, initial=0)
+    first, last = chunk_rows(len(longest), chunk)
+    order = np.argsort(longest, kind="stable")[first:last]
+    return np.sort(rows.reshape(-1, each)[order].flatten())
 
 
 @pytest.mark.rows(10)
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
-@pytest.mark.parametrize("by", ["prompts", "finish"])
+@pytest.mark.parametrize("by", ["prompts", "finish", "groups"])
 @pytest.mark.parametrize(
     "placement", [MESH, TWICE, SPLIT, CROSSED], ids=["mesh", "twice", "split", "crossed"]
 )
-def test_rows_of_chunks_arrive_on_a_mesh(placement, by, count):
+def test_rows_of_chunks_arrive_on_a_mesh(placement, by, count, monkeypatch):
+    monkeypatch.setattr("rlflow.scheduler.compile.estimated_period", lambda plan: 0.0)
     cut = placement.model_copy(update={"stream": count})
-    plan = compiled_with(grpo(epochs=2, ignore_eos=by == "prompts"), cut, backend="ray").plan
+    graph = grpo(epochs=1 if by == "groups" else 2, ignore_eos=by == "prompts")
+    plan = compiled_with(graph, cut, backend="ray").plan
     chunks = {a.chunk for a in plan.actions if a.chunk}
+    if by == "groups" and not {"groups"} & {chunk.by for chunk in chunks}:
+        assert count == 1 or placement is MESH  # where the rollout has the devices of the update
+        return
     if count > 1 and (placement, by) != (TWICE, "finish"):  # of which no row op is elsewhere
         assert {(by, count)} == {(chunk.by, chunk.count) for chunk in chunks}
     Ranks(plan, seed=count).play()

@@ -29,7 +29,7 @@ from rlflow.scheduler.costs.lengths import (
 from rlflow.scheduler.costs.origins import Prompts, origins, response_tokens, sees_pictures
 from rlflow.scheduler.costs.pieces import WHOLE, Piece
 from rlflow.scheduler.costs.rows.given import given_lengths
-from rlflow.scheduler.costs.rows.oversampled import of_first
+from rlflow.scheduler.costs.rows.oversampled import of_complete, of_first
 from rlflow.scheduler.costs.sizes import Sizes
 from rlflow.scheduler.devices.measured import Record
 from rlflow.scheduler.models.prompts import PictureTokens, PromptTokens
@@ -137,13 +137,16 @@ class ExpectedRows(Sizes):
 
         The legs of a rollout have all rows; those of a rollout that goes on are prompts.
         """
-        if node.op.use == "train":
+        if node.op.use == "train" and not piece.groups:
             return self._load(node, parts, mini_batches(node))
         load = self._load(node, parts, 1 / (1 if piece.leg else piece.share))
         if (resumed := node.role(Resumed)) is not None:
             return load.going_on(resumed.first)
         if node.op.name == "act":
             return load.later_turn(int(node.as_a(SamplingOptions).max_new_tokens or 0))
+        if piece.loose and piece.groups:
+            n = max(load.rows / load.prompts, 1.0)
+            return replace(load, lengths=of_complete(load.lengths, n, *piece.bounds))
         if piece.loose:
             prompts = min(load.prompts / piece.share, load.rows)
             return replace(load, prompts=prompts, lengths=between(load.lengths, *piece.bounds))

@@ -14,7 +14,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 from functools import lru_cache
 
-from rlflow.scheduler.costs.lengths import Load, ResponseLengths, Stage, between, length_grid
+from rlflow.scheduler.costs.lengths import (
+    Load,
+    ResponseLengths,
+    Stage,
+    between,
+    length_grid,
+    scaled_lengths,
+)
 from rlflow.scheduler.costs.roofline import Roofline
 from rlflow.scheduler.costs.rows.steady import (
     APART,
@@ -52,6 +59,22 @@ def of_first(lengths: ResponseLengths, groups: int, n: int, wanted: int) -> Resp
     like all groups below (k + 1) / (m + 1), whose rows have all ended by the token t of that.
     """
     return between(lengths, 0.0, ((wanted + 1) / (groups + 1)) ** (1 / n))
+
+
+def of_complete(lengths: ResponseLengths, n: float, since: float, until: float) -> ResponseLengths:
+    """Lengths of the rows of those groups of n that are the shares `since` to `until` to end.
+
+    The first share q of groups have all rows below the token t with F(t)^n = q: in the mean they
+    are M(q) tokens long, and those between (until M(until) - since M(since)) / (until - since).
+    """
+    if lengths.fixed:
+        return lengths
+    found = between(lengths, 0.0, until ** (1 / n))
+    if not since:
+        return found
+    before = between(lengths, 0.0, since ** (1 / n))
+    mean = (until * found.mean - since * before.mean) / (until - since)
+    return scaled_lengths(found, mean / found.mean, 1.0)
 
 
 @lru_cache(maxsize=256)

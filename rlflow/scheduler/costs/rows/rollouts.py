@@ -17,4 +17,7 @@ def rollout_seconds(roof: Roofline, node: Node, load: Load, piece: Piece) -> flo
         return continuous_seconds(roof, load, lasting.keep)
     if (some := node.role(Oversampled)) is not None:
         return first_seconds(roof, load, some.first_groups)
-    return roof.rollout(load, *((piece.index, piece.count) if piece.leg else (0, 1)))
+    if not piece.leg:
+        return roof.rollout(load)
+    n = max(load.rows / load.prompts, 1.0) if piece.groups else 1
+    return roof.rollout(load, piece.index, piece.count, n)

@@ -17,7 +17,7 @@ from rlflow.scheduler.context import Context
 from rlflow.scheduler.costs.microbatches import instance_seconds, needed, without_measurements
 from rlflow.scheduler.devices.cluster import amount
 from rlflow.scheduler.passes.bind.bind import place_of
-from rlflow.scheduler.plan.plan import Instance, Plan
+from rlflow.scheduler.plan.plan import Action, Instance, Plan
 from rlflow.scheduler.plan.text import duration
 
 # Of an update's seconds, what a choice has to gain: less no estimate tells apart, and gigabytes are
@@ -88,11 +88,15 @@ def estimated_period(plan: Plan) -> float:
     return plan.timing.period if plan.timing is not None else 0.0
 
 
+def _learns(plan: Plan, action: Action) -> bool:
+    return action.kind == "run" and plan.graph.node(str(action.node)).op.use == "train"
+
+
 def whole_text(name: str, before: Plan, after: Plan) -> str:
     """What is said of layers that stay whole: seconds and bytes beside the plan without."""
     shorter = estimated_period(before) - estimated_period(after)
     held = [
-        max(a.cost.transient or 0 for a in plan.actions if a.instance == name and a.writes)
+        max(a.cost.transient or 0 for a in plan.actions if _learns(plan, a) and a.instance == name)
         for plan in (before, after)
     ]
     text = f"layers of {name} stay whole from an update's forward to its backward "

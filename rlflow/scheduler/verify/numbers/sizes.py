@@ -164,7 +164,8 @@ def leftovers_are_right(facts: Facts) -> Iterator[str]:
     for part in facts.plan.parts:
         i, size = facts.instances[part.instance], part.size or 0
         kept = size - lent(part) if part.kind == "weights" else 0
-        stays = part.kind == "cache" or (i.options is not None and part.name not in moving)
+        added = part.kind == "gradients" and i.name in facts.added_to
+        stays = part.kind == "cache" or added or (i.options is not None and part.name not in moving)
         known = part.size is not None
         if known and part.residual not in ({kept, size} if stays else {kept}):
             yield f"{part.name} leaves {part.residual} bytes asleep, its process keeps {kept}"

@@ -1,10 +1,13 @@
 """Pass `stream`: cuts chains of row ops into chunks, so that other pools start on the first rows.
 
 A chain begins with a rollout and goes on to the ops that read nothing but its rows. It is cut
-in one of two ways:
+in one of three ways:
 
 - In order of completion, where responses end by themselves. The rollout decodes all rows together
   and hands each chunk on when its last row has ended. Row ops follow in chunks, group ops wait.
+- By complete groups, in the order in which they are, where an update of one optimizer step has
+  devices of its own: it adds up gradients chunk by chunk, and the last chunk makes the step. Row
+  and group ops follow in chunks.
 - By prompts, where all responses have one length, so that all rows would end together. A chunk
   is equally many whole prompts, and chunks are decoded one after the other. Group ops follow in
   chunks too, and updates whose optimizer steps take the rows in their order.
@@ -15,43 +18,25 @@ number of chunks with the shortest estimated iteration.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 
 from rlflow.errors import Finding, PlanError
-from rlflow.graph.graph import Graph, Node
-from rlflow.graph.roles import SamplingOptions
-from rlflow.graph.rules.check import most_rows, num_prompts
+from rlflow.graph.graph import Node
+from rlflow.graph.rules.check import num_prompts
 from rlflow.graph.rules.completion_order import ended_rows
 from rlflow.graph.rules.steps import in_background, steps_in_order
-from rlflow.graph.user.dispatch import RULES
 from rlflow.scheduler.context import Context
 from rlflow.scheduler.costs.pieces import COUNTS, chunk_piece
 from rlflow.scheduler.engines.engines import own_pools
 from rlflow.scheduler.observed import work_parts
 from rlflow.scheduler.passes.bind.row_checks import nearest_divisors, uneven_chunks
+from rlflow.scheduler.passes.stream.chains import Chain, crossing_chains
 from rlflow.scheduler.plan.plan import Action, Chunk, Cost, Dep, Part, Plan, Reason
 from rlflow.scheduler.plan.text import duration
 
-By = Literal["prompts", "finish"]
-
 MARGIN = 0.05
 NO_CHAIN = "one piece: no rollout that can be cut is followed by row ops of other devices"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chain:
-    """A rollout and the nodes that may be cut with it, in the order of the graph.
-
-    `prompts` is how many whole prompts an iteration has, `rows` how many rows.
-    """
-
-    root: Node
-    nodes: tuple[Node, ...]
-    prompts: int
-    rows: int
-    by: By
 
 
 def stream(plan: Plan, context: Context) -> Plan:
@@ -64,7 +49,7 @@ def stream(plan: Plan, context: Context) -> Plan:
     count = context.chunks
     if count == 1:
         return plan
-    chains = crossing_chains(plan, count)
+    chains = crossing_chains(plan, count, groups=context.groups)
     if not chains:
         return plan.noting("stream", NO_CHAIN)
     findings = [finding for chain in chains for finding in _findings(plan, chain, count)]
@@ -78,8 +63,30 @@ def stream(plan: Plan, context: Context) -> Plan:
             actions += _chunks(plan, action, chain, cut, context)
         else:
             actions.append(_after_all(action, cut, count))
-    caches = tuple(_cache(plan, chain, context) for chain in chains if chain.by == "finish")
-    return own_pools(replace(plan, actions=tuple(actions), parts=(*plan.parts, *caches)))
+    caches = tuple(_cache(plan, chain, context) for chain in chains if chain.by != "prompts")
+    plan = replace(plan, actions=tuple(actions), parts=(*plan.parts, *caches))
+    return own_pools(_keeping_gradients(plan, cut))
+
+
+def _keeping_gradients(plan: Plan, cut: Mapping[str, Chain]) -> Plan:
+    """The plan in which gradients that chunks add to never leave their devices."""
+    adding = [plan.graph.node(name) for name, chain in cut.items() if chain.by == "groups"]
+    runs = {str(action.node): action for action in plan.actions if action.kind == "run"}
+    for node in adding:
+        if node.op.use != "train":
+            continue
+        instance = plan.instance(str(runs[node.name].instance))
+        parts = tuple(
+            replace(part, residual=part.size or 0) if part.name == instance.gradients else part
+            for part in plan.parts
+        )
+        text = (
+            f"{node.name} adds up the gradients of groups as they are complete, and makes its one "
+            f"step with the last: until then {instance.name} is as the rollout has it, and "
+            f"{instance.gradients} stays"
+        )
+        plan = replace(plan, parts=parts).noting("stream", text)
+    return plan
 
 
 def step_by_step(plan: Plan, context: Context) -> Plan:
@@ -174,100 +181,10 @@ def _pieces(count: int) -> str:
     return "one piece" if count == 1 else f"{count} chunks"
 
 
-def crossing_chains(plan: Plan, count: int) -> tuple[Chain, ...]:
-    """The chains of which some op works on rows that no device of its own has made.
-
-    Of updates those are among them whose steps can be shared out over `count` chunks.
-
-    Where the devices of every op are among those that its rows come from, nothing could run
-    beside anything; the host is a device like others.
-    """
-    devices = {str(action.node): frozenset(action.devices) for action in plan.actions}
-    runs = {str(action.node): action for action in plan.actions}
-    learn = frozenset(_in_steps(plan.graph, count))
-    followed = {plan.graph.node(name).rows_of for name in learn}
-    ways = {
-        node.name: _way(node, runs[node.name], node.name in followed)
-        for node in plan.graph.nodes
-        if node.op.rows == "expand"
-    }
-    roots = _roots(plan.graph, ways, runs, learn)
-    above: dict[str, frozenset[frozenset[int]]] = {}
-    crossed = set()
-    for name in plan.graph.order():
-        if name not in roots:
-            continue
-        sources = [source for source in plan.graph.node(name).sources if source in roots]
-        above[name] = frozenset().union(*(above[source] for source in sources), [devices[name]])
-        if any(devices[name].isdisjoint(others) for others in above[name]):
-            crossed.add(roots[name])
-    chains = []
-    for root in (node for node in plan.graph.nodes if node.name in crossed):
-        nodes = tuple(n for n in plan.graph.nodes if roots.get(n.name) == root.name)
-        prompts, rows = num_prompts(plan.graph, root), most_rows(plan.graph, root)
-        if prompts is not None and rows is not None:
-            way = ways[root.name]
-            chains.append(Chain(root=root, nodes=nodes, prompts=prompts, rows=rows, by=way))
-    return tuple(chains)
-
-
-def _in_steps(graph: Graph, count: int) -> Iterator[str]:
-    """The updates that make whole steps of the rows of each of `count` chunks."""
-    for node in graph.nodes:
-        steps = steps_in_order(node)
-        if steps > 1 and steps % count == 0 and node.always and not in_background(node):
-            yield node.name
-
-
-def _way(root: Node, run: Action, followed: bool) -> By:
-    """By what the rows of a rollout are cut; steps that follow it take whole prompts."""
-    alike = root.as_a(SamplingOptions).ignore_eos or root.op.resumed is None
-    own_rule = run.takes is not None and run.takes.rule not in RULES
-    return "prompts" if alike or own_rule or followed else "finish"
-
-
-def _roots(
-    graph: Graph, ways: Mapping[str, By], runs: Mapping[str, Action], learn: Collection[str]
-) -> dict[str, str]:
-    """The rollout that begins the chain of each node that may be cut, by the node's name.
-
-    Those who `learn` are cut where all that they read is, by prompts.
-    """
-    found: dict[str, str] = {}
-    for name in graph.order():
-        node = graph.node(name)
-        if not node.sources or not (_cuttable(node) or name in learn):
-            continue
-        begun = {found.get(source) for source in node.sources}
-        if begun == {None}:
-            if node.op.rows == "expand":
-                found[name] = name
-        elif len(begun) == 1:
-            (root,) = (root for root in begun if root is not None)
-            if ways[root] == "prompts" or (name not in learn and _row_by_row(node, runs[name])):
-                found[name] = root
-    return found
-
-
-def _row_by_row(node: Node, run: Action) -> bool:
-    """Whether an op works on any rows, whichever end first, and however many a part gets."""
-    spread = run.takes is not None and len(run.takes.parts) > 1
-    even = node.op.uneven == "refuse" and spread
-    return node.op.per == "row" and node.op.rows == "same" and not even
-
-
-def _cuttable(node: Node) -> bool:
-    """Whether an op's granularity allows working on some of the groups at a time."""
-    op = node.op
-    along = op.per in ("row", "group") and op.rows in ("expand", "same")
-    once = op.recalls or op.chooses or op.closing or op.collective
-    return along and op.effect == "pure" and node.always and not once
-
-
 def _findings(plan: Plan, chain: Chain, count: int) -> list[Finding]:
     """What keeps a chain from being cut into so many chunks."""
-    if chain.by == "finish":
-        return [_too_many(chain, count)] if chain.rows < count else []
+    if chain.by != "prompts":
+        return [_too_many(chain, count)] if chain.cut[0] < count else []
     if chain.prompts % count:
         nearest = nearest_divisors(chain.prompts, count)
         return [
@@ -309,8 +226,11 @@ def _chunks(
     """
     count = context.chunks
     begins = action.node == chain.root.name
-    needs = (*action.needs, _cache_name(chain)) if begins and chain.by == "finish" else action.needs
+    needs = (
+        (*action.needs, _cache_name(chain)) if begins and chain.by != "prompts" else action.needs
+    )
     text = f"{action.reason.text}; {_purpose(plan, action, chain, count)}"
+    adds = chain.by == "groups" and plan.graph.node(str(action.node)).op.use == "train"
     made: list[Action] = []
     for index in range(count):
         chunk = Chunk(index=index, count=count, by=chain.by)
@@ -328,6 +248,7 @@ def _chunks(
                 begins=begins,
                 after=after,
                 needs=needs,
+                writes=() if adds and index + 1 < count else action.writes,
                 cost=_cost(plan, action, chunk, begins, context),
                 reason=Reason(rule="streamed", text=text),
             )
@@ -351,15 +272,19 @@ def _purpose(plan: Plan, action: Action, chain: Chain, count: int) -> str:
     """What cutting a node is good for: those that start early, or what it goes along with."""
     name = str(action.node)
     if plan.graph.node(name).op.use == "train":
+        if chain.by == "groups":
+            return f"gradients add up over {count} chunks of complete groups; the last one steps"
         return _steps(plan.graph.node(name), count)
     readers = [n.name for n in chain.nodes if name in n.sources]
     if not readers:
         return f"cut like {plan.graph.node(name).rows_of}, whose rows it reads"
     *more, last = readers
     who = f"{', '.join(more)} and {last}" if more else last
-    if chain.by == "finish":
-        first = ended_rows(chain.rows, 1, count)
-        return f"cut so that {who} can start on the first {first} rows that end"
+    if chain.by != "prompts":
+        many, what = chain.cut
+        first = ended_rows(many, 1, count)
+        over = "that end" if chain.by == "finish" else "that are complete"
+        return f"cut so that {who} can start on the first {first} {what} {over}"
     each = chain.prompts // count
     groups = "group" if each == 1 else f"{each} groups"
     return f"cut so that {who} can start on the first {groups}"

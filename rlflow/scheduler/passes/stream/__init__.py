@@ -1,0 +1,1 @@
+"""Pass `stream`: chains of ops that are cut into chunks, and how many are shortest."""
