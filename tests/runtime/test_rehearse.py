@@ -283,6 +283,7 @@ WHOLE_AGAIN = {"reshard_after_forward": False, "recompute": True, "micro": 2048}
         ("grpo_gsm8k.py", {}, "h100:64", "qwen2.5-32b", 512),
         ("grpo_gsm8k.py", {"pp": 2}, "h100:8", "qwen2.5-7b", 64),
         ("grpo_gsm8k.py", {"pp": 4, "tp": 2}, "h100:16", "qwen2.5-7b", 64),
+        ("grpo_gsm8k.py", {"pp": 4, "schedule": "zero-bubble"}, "h100:4", "qwen2.5-7b", 64),
         ("grpo_gsm8k.py", {"pp": 2}, "h100:4", "qwen3-1.7b", 64),
         ("ppo_gsm8k.py", "split", "h100:8", "qwen2.5-7b", 64),
         ("ppo_gsm8k.py", "colocate", "h100:8", "qwen2.5-7b", 64),
