@@ -263,14 +263,36 @@ def test_a_part_that_is_not_there_is_not_frozen():
         ((1, 2, 1), {"uneven": True, "freeze": ("vision",)}),
         ((1, 1, 2), {"freeze": ("vision",)}),
         ((1, 1, 2), {"sequence": True}),
+        ((1, 2, 1, 1, 2), {"freeze": ("vision",)}),
+        ((1, 2, 1, 1, 2), {}),
     ],
     ids=str,
 )
 def test_two_ranks_compute_what_one_does(kind, shape, how, world, tmp_path):
-    """With shards of the tower along `fsdp`, and all of it on each rank along `tp`."""
+    """With shards of the tower along `fsdp`, and all of it on each rank along `tp`.
+
+    Along `cp` a rank sees the pictures that have tokens there, some of which lie on both.
+    """
     path = write_seeing(tmp_path, kind)
     options = {"micro_tokens": 40, **how}
     assert all(world(2).run(checks.with_pictures, path, shape, options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "internvl"])
+def test_pictures_are_seen_round_a_ring(kind, world, tmp_path):
+    path = write_seeing(tmp_path, kind)
+    options = {"micro_tokens": 40, "cp_by": "ring"}
+    assert all(world(2).run(checks.with_pictures, path, (1, 2, 1, 1, 2), options))
+
+
+@pytest.mark.slow
+@pytest.mark.extra
+def test_pictures_are_seen_where_layers_and_tokens_are_shared(world, tmp_path):
+    """With the sequence shared along `tp`, and what several layers of a tower add in between."""
+    path = write_seeing(tmp_path, "qwen3_vl")
+    options = {"micro_tokens": 40, "sequence": True}
+    assert all(world(4).run(checks.with_pictures, path, (1, 2, 2, 1, 2), options))
 
 
 def test_adapters_are_on_the_language_model_alone(tmp_path):

@@ -37,6 +37,7 @@ def placed(count: int, **layout: int) -> rf.Placement:
         "whole": placed(1),
         "fsdp": placed(2),
         "tp": placed(2, tp=2),
+        "cp": placed(2, cp=2),
         "replicas": placed(4, tp=2),
     }
 )
@@ -90,4 +91,4 @@ def test_ranks_learn_what_one_learns(freeze, rlflow, run, tmp_path):
         assert all((found[name] - one[name]).abs().max() < 1e-4 for name in one), place
 
 
-PLACES = ("fsdp", "tp", "replicas")
+PLACES = ("fsdp", "tp", "cp", "replicas")

@@ -71,6 +71,8 @@ def context_finding(
     what = f"cp={cp}: rows of model {path!r} cannot be cut over ranks"
     if family.attention not in CUT or (family.attention == "hybrid" and not family.parted):
         return _never(what, family)
+    # Tokens of a picture that see each other both ways go round no ring.
+    windows = windows or family.sees == "soft"
     ways = ways_to_attend(heads, cp, tp, windows=windows, carrying=carrying)
     if by in ways or (by is None and ways):
         return None

@@ -141,7 +141,7 @@ def unshared_sight(path: str, layout: str) -> Finding:
         code="E554",
         what=f"model {path!r} is given pictures, and its layout or engine brings none",
         got=layout,
-        expected="the engine in the worker, with whole layers or parts of them (fsdp=, tp=); "
+        expected="the engine in the worker, with whole layers or parts of them (fsdp=, tp=, cp=); "
         "or SGLang, of Qwen3-VL, Qwen2.5-VL, Mistral 3 and InternVL as they are published",
         fix="rf.on(..., fsdp=...)",
     )

@@ -99,6 +99,12 @@ class PartLayout(PackedLayout):
         """See `PackedLayout.of_all`."""
         return self.whole
 
+    @property
+    def part(self) -> Index | None:
+        """See `PackedLayout.part`."""
+        places = self.cut.places(self.rank)
+        return np.where(places < self.cut.total, places, -1)
+
     def taken(self, values: Tensor, nothing: float) -> Tensor:
         """See `PackedLayout.taken`."""
         found = values[self.places]

@@ -74,16 +74,21 @@ def rows_on_device(
     """
     prompts, tokens, ids = batch["prompt_tokens"], batch["response_tokens"], chosen_ids(batch)
     responses = to_device(flat(tokens), device)
-    if shared is not None:
-        layout = shared.part_of(pack(prompts, tokens, device, dense=shared.dense))
-        of_own = None if ids is None else layout.predicted(to_device(ids, device))
-        return PackedRows(layout, layout.predicted(responses), of_own)
-    if sight is None or PIXELS not in batch:
-        return PackedRows(pack(prompts, tokens, device), responses, ids)
-    pixels, shapes = batch[PIXELS], batch[PICTURES]
-    dense = True if sight.sees == "soft" else None
+    dense, sees = None if shared is None else shared.dense, sight is not None and PIXELS in batch
+    pixels, pictures, part_of = None, None, None if shared is None else shared.part_of
+    if sees:
+        assert sight is not None
+        pixels, dense = batch[PIXELS], True if sight.sees == "soft" else dense
     layout = pack(prompts, tokens, device, pixels=pixels, dense=dense)
-    layout, pictures = with_pictures_in(sight, layout, prompts, pixels, shapes)
+    if pixels is not None:
+        assert sight is not None
+        seen = (prompts, pixels, batch[PICTURES])
+        layout, pictures = with_pictures_in(sight, layout, *seen, part_of=part_of)
+    elif part_of is not None:
+        layout = part_of(layout)
+    if shared is not None:
+        ids = None if ids is None else layout.predicted(to_device(ids, device))
+        responses = layout.predicted(responses)
     return PackedRows(layout, responses, ids, pictures)
 
 

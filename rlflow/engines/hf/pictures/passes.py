@@ -8,7 +8,7 @@ This file knows neither layers nor losses.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -32,11 +32,13 @@ class SeenPictures:
     """What a pass of a model is given of pictures, on its device.
 
     `places` int64 are the flat tokens that stand for them, `inputs` what its forward takes by
-    name. `positions` int64 `[3, tokens]` are those of time, height and width, None where there is
-    one; `shifts` int64 `[groups]` how much further the text after each prompt's pictures stands.
+    name. Of what a tower makes of these the tokens stand for `features` int64, None for all of it.
+    `positions` int64 `[3, tokens]` are those of time, height and width, None where there is one;
+    `shifts` int64 `[groups]` how much further the text after each prompt's pictures stands.
     """
 
     places: Tensor
+    features: Tensor | None
     inputs: Mapping[str, Tensor]
     positions: Tensor | None
     shifts: Tensor | None
@@ -59,23 +61,30 @@ def seen_pictures(
     pixels: Tensor,
     shapes: Tensor,
     device: torch.device,
+    own: Index | None = None,
 ) -> SeenPictures:
     """The pictures of a layout's prompts; of none at all a blank one that no token stands for.
 
-    With it every rank passes its tower. Raises RunError where prompts have other tokens than
+    With it every rank passes its tower. A rank that has its `own` flat tokens of a layout, or
+    NOBODYS, sees the pictures of those. Raises RunError where prompts have other tokens than
     pictures.
     """
-    standing = _standing(sight, layout, prompt_tokens, pixels, shapes)
+    standing, features = _standing(sight, layout, prompt_tokens, pixels, shapes), None
+    if own is not None:
+        standing, found = _of_own(standing, own)
+        features = to_device(torch.from_numpy(found), device)
     values, kinds = flat_values(pixels)[standing.pixels], flat_values(shapes)[standing.shapes]
     if not len(kinds):
         values, kinds = blank(sight)
     positions = shifts = None
     if sight.turns:
         turned, moved = _turned(sight, layout, prompt_tokens, shapes)
+        turned = turned if own is None else turned[:, np.maximum(own, 0)]
         positions, shifts = (to_device(torch.from_numpy(each), device) for each in (turned, moved))
     inputs = forward_inputs(sight, values, kinds)
     return SeenPictures(
         places=to_device(torch.from_numpy(standing.places), device),
+        features=features,
         inputs={name: to_device(each, device) for name, each in inputs.items()},
         positions=positions,
         shifts=shifts,
@@ -132,6 +141,26 @@ def _standing(
         shapes=which[changed],
         picture=picture,
     )
+
+
+def _of_own(standing: _Standing, own: Index) -> tuple[_Standing, Index]:
+    """Pictures some of whose tokens are among its `own`, and which of all of theirs those are."""
+    picture, size = standing.picture, len(standing.picture)
+    there = (own >= 0) & (own < size)
+    mine = np.full(len(own), NOBODYS, dtype=np.int64)
+    mine[there] = picture[own[there]]
+    places = np.flatnonzero(mine != NOBODYS)
+    seen = np.unique(mine[places])
+    kept = np.isin(picture[standing.places], seen)
+    number = np.zeros(size, dtype=np.int64)
+    number[standing.places] = np.cumsum(kept) - 1
+    part = _Standing(
+        places=places,
+        pixels=standing.pixels[kept],
+        shapes=standing.shapes[seen - 1],  # Pictures are counted from 1.
+        picture=mine,
+    )
+    return part, number[own[places]]
 
 
 def _prompts(prompt_tokens: Tensor) -> tuple[Index, Index]:
@@ -233,14 +262,22 @@ def blank(sight: Sight) -> tuple[Tensor, Tensor]:
 
 
 def with_pictures_in(
-    sight: Sight, layout: PackedLayout, prompt_tokens: Tensor, pixels: Tensor, shapes: Tensor
+    sight: Sight,
+    layout: PackedLayout,
+    prompt_tokens: Tensor,
+    pixels: Tensor,
+    shapes: Tensor,
+    *,
+    part_of: Callable[[PackedLayout], PackedLayout] | None = None,
 ) -> tuple[PackedLayout, SeenPictures]:
-    """A layout as a family attends in it, and the pictures of its prompts on its device."""
-    device = layout.tokens.device
-    seen = seen_pictures(sight, layout, prompt_tokens, pixels, shapes, device)
-    if sight.sees == "soft":
-        layout = seeing_both_ways(sight, layout, prompt_tokens, pixels, shapes)
-    return layout, seen
+    """A layout as a family attends in it, and the pictures of its prompts on its device.
+
+    Or a part of it, where tokens of rows lie apart, with the pictures that have tokens there.
+    """
+    device, of = layout.tokens.device, (prompt_tokens, pixels, shapes)
+    whole = seeing_both_ways(sight, layout, *of) if sight.sees == "soft" else layout
+    found = whole if part_of is None else part_of(whole)
+    return found, seen_pictures(sight, whole, *of, device, found.part)
 
 
 def seeing_both_ways(

@@ -7,6 +7,7 @@ knows neither rows nor losses.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ def let_see(module: nn.Module) -> None:
     for part in module.modules():
         body: Any = part
         if hasattr(body, "get_placeholder_mask"):
+            body.get_image_features = partial(_features_of_own, body.get_image_features)
             several = "video_features" in body.get_placeholder_mask.__code__.co_varnames
             body.get_placeholder_mask = partial(_placeholders, several)
         if hasattr(body, "_deepstack_process"):
@@ -42,6 +44,26 @@ def picture_places() -> Tensor:
     assert isinstance(state, PackedAttention)
     found: Tensor = state.pictures.places
     return found
+
+
+def _features_of_own(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a tower makes of pictures, of which a rank may have the tokens of some alone."""
+    found, state = plain(*args, **kwargs), current_state()
+    assert isinstance(state, PackedAttention)
+    chosen = state.pictures.features
+    if chosen is None:
+        return found
+    found.pooler_output = _chosen(found.pooler_output, chosen)
+    if getattr(found, "deepstack_features", None) is not None:
+        found.deepstack_features = [_chosen(each, chosen) for each in found.deepstack_features]
+    return found
+
+
+def _chosen(made: Tensor | Sequence[Tensor], chosen: Tensor) -> Tensor | tuple[Tensor]:
+    """Of tokens `[pictures, tokens, size]`, or `[tokens, size]` of each picture, those chosen."""
+    if isinstance(made, Tensor):
+        return made.flatten(0, 1)[chosen]
+    return (torch.cat(list(made))[chosen],)
 
 
 def _placeholders(several: bool, input_ids: Tensor, inputs_embeds: Tensor, **features: Any) -> Any:

@@ -26,7 +26,8 @@ class TowerSeconds(HeadSeconds):
         tower, pictures = self.shape.eyes, load.pictures
         if tower is None or pictures is None or not pictures.mean:
             return 0.0
-        tokens, squares = (load.prompts * each for each in (pictures.mean, pictures.squares))
+        prompts = load.prompts / self.cp.ranks
+        tokens, squares = (prompts * each for each in (pictures.mean, pictures.squares))
         if tower.joined:
             squares = tokens**2 / passes
         vision, projector = tower.forward(tokens, squares)
