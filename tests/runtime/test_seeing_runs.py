@@ -70,6 +70,7 @@ def run(rlflow, tmp_path, monkeypatch):
 
 
 @pytest.mark.extra
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("freeze", ["", "vision"])
 def test_ranks_learn_what_one_learns(freeze, rlflow, run, tmp_path):
     """Rewards and losses are one's, and so is what is exported, a frozen tower as it was read."""

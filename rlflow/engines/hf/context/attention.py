@@ -23,6 +23,7 @@ from rlflow.engines.hf.context.exchange import (
 from rlflow.engines.hf.context.ring import RingAttention, Steps, ring_steps
 from rlflow.engines.hf.forward.attention import PackedAttention, Traits
 from rlflow.engines.hf.forward.packed import PackedLayout
+from rlflow.engines.hf.forward.prefixes import Index
 from rlflow.engines.hf.forward.sequences import (
     FlashSequences,
     PlainSequences,
@@ -55,6 +56,11 @@ class ContextRanks:
         """The part of a layout that is on this rank."""
         chunks = 1 if self.by == "ulysses" else 2
         return part_of_layout(whole, self.ranks, dist.get_rank(self.group), chunks=chunks)
+
+    def flat_tokens_in(self, part: PackedLayout) -> Index:
+        """Which of all flat tokens a part has."""
+        assert isinstance(part, PartLayout)
+        return part.part
 
     def attention(self, layout: PackedLayout, routing: object) -> PackedAttention:
         """What a pass over a part runs under."""

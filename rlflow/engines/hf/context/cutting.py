@@ -100,8 +100,8 @@ class PartLayout(PackedLayout):
         return self.whole
 
     @property
-    def part(self) -> Index | None:
-        """See `PackedLayout.part`."""
+    def part(self) -> Index:
+        """Its tokens among all, int64; -1 for what fills up the last."""
         places = self.cut.places(self.rank)
         return np.where(places < self.cut.total, places, -1)
 

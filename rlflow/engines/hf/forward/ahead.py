@@ -18,9 +18,10 @@ from torch import Tensor
 from rlflow.batch import Batch, flat, to_device
 from rlflow.engines.hf.forward.attention import PackedAttention
 from rlflow.engines.hf.forward.packed import PackedLayout, pack
+from rlflow.engines.hf.forward.prefixes import Index
 from rlflow.engines.hf.layers import side_stream
 from rlflow.engines.hf.microbatches import chosen_ids
-from rlflow.engines.hf.pictures.passes import SeenPictures, with_pictures_in
+from rlflow.engines.hf.pictures.passes import SeenPictures, as_seen, seen_pictures
 from rlflow.graph.fields import PICTURES, PIXELS
 from rlflow.modelfiles.pictures.sights import Sight
 
@@ -40,6 +41,9 @@ class SharedRows(Protocol):
 
     def part_of(self, whole: PackedLayout) -> PackedLayout:
         """The part of a layout that is on this rank."""
+
+    def flat_tokens_in(self, part: PackedLayout) -> Index:
+        """Which of all flat tokens a part has, int64; -1 for what only fills it up."""
 
     def attention(self, layout: PackedLayout, routing: object) -> PackedAttention:
         """What a pass over a part runs under."""
@@ -75,20 +79,18 @@ def rows_on_device(
     prompts, tokens, ids = batch["prompt_tokens"], batch["response_tokens"], chosen_ids(batch)
     responses = to_device(flat(tokens), device)
     dense, sees = None if shared is None else shared.dense, sight is not None and PIXELS in batch
-    pixels, pictures, part_of = None, None, None if shared is None else shared.part_of
-    if sees:
-        assert sight is not None
-        pixels, dense = batch[PIXELS], True if sight.sees == "soft" else dense
-    layout = pack(prompts, tokens, device, pixels=pixels, dense=dense)
-    if pixels is not None:
-        assert sight is not None
-        seen = (prompts, pixels, batch[PICTURES])
-        layout, pictures = with_pictures_in(sight, layout, *seen, part_of=part_of)
-    elif part_of is not None:
-        layout = part_of(layout)
+    dense = True if sees and sight is not None and sight.sees == "soft" else dense
+    pixels = batch[PIXELS] if sees else None
+    layout, pictures, own = pack(prompts, tokens, device, pixels=pixels, dense=dense), None, None
+    whole = layout
+    if sight is not None and pixels is not None:
+        whole = layout = as_seen(sight, layout, prompts, pixels, batch[PICTURES])
     if shared is not None:
+        layout = shared.part_of(whole)
+        own, responses = shared.flat_tokens_in(layout), layout.predicted(responses)
         ids = None if ids is None else layout.predicted(to_device(ids, device))
-        responses = layout.predicted(responses)
+    if sight is not None and pixels is not None:
+        pictures = seen_pictures(sight, whole, prompts, pixels, batch[PICTURES], device, own)
     return PackedRows(layout, responses, ids, pictures)
 
 

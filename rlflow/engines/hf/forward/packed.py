@@ -93,11 +93,6 @@ class PackedLayout:
         """The layout of all tokens of the rows."""
         return self
 
-    @property
-    def part(self) -> Index | None:
-        """Its tokens among all, int64, -1 for what fills up the last; None where it has all."""
-        return None
-
     def taken(self, values: Tensor, nothing: float) -> Tensor:
         """What this layout's tokens have of values of all; `nothing` where they only fill up."""
         return values

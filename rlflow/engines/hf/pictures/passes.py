@@ -8,7 +8,7 @@ This file knows neither layers nor losses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -262,22 +262,21 @@ def blank(sight: Sight) -> tuple[Tensor, Tensor]:
 
 
 def with_pictures_in(
-    sight: Sight,
-    layout: PackedLayout,
-    prompt_tokens: Tensor,
-    pixels: Tensor,
-    shapes: Tensor,
-    *,
-    part_of: Callable[[PackedLayout], PackedLayout] | None = None,
+    sight: Sight, layout: PackedLayout, prompt_tokens: Tensor, pixels: Tensor, shapes: Tensor
 ) -> tuple[PackedLayout, SeenPictures]:
-    """A layout as a family attends in it, and the pictures of its prompts on its device.
+    """A layout as a family attends in it, and the pictures of its prompts on its device."""
+    of = (prompt_tokens, pixels, shapes)
+    seen = seen_pictures(sight, layout, *of, layout.tokens.device)
+    return as_seen(sight, layout, *of), seen
 
-    Or a part of it, where tokens of rows lie apart, with the pictures that have tokens there.
-    """
-    device, of = layout.tokens.device, (prompt_tokens, pixels, shapes)
-    whole = seeing_both_ways(sight, layout, *of) if sight.sees == "soft" else layout
-    found = whole if part_of is None else part_of(whole)
-    return found, seen_pictures(sight, whole, *of, device, found.part)
+
+def as_seen(
+    sight: Sight, layout: PackedLayout, prompt_tokens: Tensor, pixels: Tensor, shapes: Tensor
+) -> PackedLayout:
+    """A layout as a family attends in it."""
+    if sight.sees != "soft":
+        return layout
+    return seeing_both_ways(sight, layout, prompt_tokens, pixels, shapes)
 
 
 def seeing_both_ways(
