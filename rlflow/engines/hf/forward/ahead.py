@@ -21,7 +21,7 @@ from rlflow.engines.hf.forward.packed import PackedLayout, pack
 from rlflow.engines.hf.forward.prefixes import Index
 from rlflow.engines.hf.layers import side_stream
 from rlflow.engines.hf.microbatches import chosen_ids
-from rlflow.engines.hf.pictures.passes import SeenPictures, as_seen, seen_pictures
+from rlflow.engines.hf.pictures.passes import SeenPictures, attending_both_ways, seen_pictures
 from rlflow.graph.fields import PICTURES, PIXELS
 from rlflow.modelfiles.pictures.sights import Sight
 
@@ -84,7 +84,7 @@ def rows_on_device(
     layout, pictures, own = pack(prompts, tokens, device, pixels=pixels, dense=dense), None, None
     whole = layout
     if sight is not None and pixels is not None:
-        whole = layout = as_seen(sight, layout, prompts, pixels, batch[PICTURES])
+        whole = layout = attending_both_ways(sight, layout, prompts, pixels, batch[PICTURES])
     if shared is not None:
         layout = shared.part_of(whole)
         own, responses = shared.flat_tokens_in(layout), layout.predicted(responses)

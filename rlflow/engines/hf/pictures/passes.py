@@ -267,10 +267,10 @@ def with_pictures_in(
     """A layout as a family attends in it, and the pictures of its prompts on its device."""
     of = (prompt_tokens, pixels, shapes)
     seen = seen_pictures(sight, layout, *of, layout.tokens.device)
-    return as_seen(sight, layout, *of), seen
+    return attending_both_ways(sight, layout, *of), seen
 
 
-def as_seen(
+def attending_both_ways(
     sight: Sight, layout: PackedLayout, prompt_tokens: Tensor, pixels: Tensor, shapes: Tensor
 ) -> PackedLayout:
     """A layout as a family attends in it."""
