@@ -13,7 +13,6 @@ import pytest
 from click.testing import CliRunner
 
 from rlflow.cli.main import cli
-from rlflow.errors import PlanError
 from rlflow.scheduler.devices import cluster
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -138,10 +137,7 @@ def test_rows_of_ones_own_are_trained_on_in_five_commands(tmp_path, monkeypatch)
 @pytest.mark.slow
 @pytest.mark.torch
 def test_the_five_commands_run_on_a_cpu_with_a_tiny_model(tmp_path, monkeypatch):
-    """The lines of the README with another model, on one CPU device, for two iterations.
-
-    The recipe's responses are longer than its context, and `init` says so of the file it writes.
-    """
+    """The lines of the README with another model, on one CPU device, for two iterations."""
     monkeypatch.chdir(tmp_path)
     rows = ({"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(10, 42))
     Path("my.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -152,8 +148,7 @@ def test_the_five_commands_run_on_a_cpu_with_a_tiny_model(tmp_path, monkeypatch)
     small = ("prompts_per_iteration=4", "group_size=4", "max_new_tokens=8")
     settings = [word for setting in small for word in ("--set", setting)]
 
-    with pytest.raises(PlanError, match=r"E505(.|\n)*max_new_tokens=127"):
-        invoke(init)
+    assert 0 == invoke(init).exit_code
     assert 0 == invoke("rlflow check mine.py", *settings).exit_code
     assert 0 == invoke("rlflow plan mine.py --placement one", *settings).exit_code
     assert 0 == invoke(run, *settings, "--iterations", "2", "--threads", "1").exit_code

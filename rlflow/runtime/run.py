@@ -29,7 +29,7 @@ from rlflow.runtime.record.devices.log import DEVICE_LOG, DeviceLine, DeviceLog
 from rlflow.runtime.record.durable import JSON, fault, register_faults
 from rlflow.runtime.record.health import Health
 from rlflow.runtime.record.identity.digests import UNKNOWN, unknown_digests
-from rlflow.runtime.record.metrics import MetricsLog, read_metrics
+from rlflow.runtime.record.metrics import MetricsLog, read_metrics, truncate_after
 from rlflow.runtime.record.resuming import (
     FRESH,
     changes_since,
@@ -131,9 +131,9 @@ class Run:
         self.saved = self.start
         self._saved_at = time.monotonic()
         self._saving = Background()
-        self._metrics = MetricsLog(directory.metrics)
-        self._metrics.truncate_after(self.start - 1)
+        truncate_after(directory.metrics, self.start - 1)
         self._health = self._healthy_so_far()
+        self._metrics = MetricsLog(directory.metrics)
         self._observer = settings.observer or Observer(directory.path)
         self._curve = self._known_curve()
         self._spans = SpanLog(directory.spans / "main.jsonl", process="main")

@@ -13,7 +13,7 @@ import pytest
 
 from rlflow.errors import RunDirError, RunError
 from rlflow.runtime.record import durable
-from rlflow.runtime.record.metrics import MetricsLog, final_metrics, read_metrics
+from rlflow.runtime.record.metrics import MetricsLog, final_metrics, read_metrics, truncate_after
 
 
 def figures(iteration: int) -> dict[str, float]:
@@ -78,8 +78,8 @@ def test_resumed_file_is_the_uninterrupted_file(tmp_path, died_at, torn):
     write(resumed, range(died_at + 1))
     with resumed.open("ab") as file:
         file.write(torn)
+    assert died_at - 4 + bool(torn) == truncate_after(resumed, 4)
     with MetricsLog(resumed) as log:
-        assert died_at - 4 + bool(torn) == log.truncate_after(4)
         for iteration in range(5, 10):
             log.write(iteration, figures(iteration))
     assert whole.read_bytes() == resumed.read_bytes()
@@ -90,16 +90,14 @@ def test_whole_last_line_without_its_newline_is_kept(tmp_path):
     write(path, range(3))
     whole = path.read_bytes()
     os.truncate(path, len(whole) - 1)
-    with MetricsLog(path) as log:
-        assert 0 == log.truncate_after(2)
+    assert 0 == truncate_after(path, 2)
     assert whole == path.read_bytes()
 
 
 def test_resume_without_any_checkpoint_empties_the_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, range(3))
-    with MetricsLog(path) as log:
-        assert 3 == log.truncate_after(-1)
+    assert 3 == truncate_after(path, -1)
     assert b"" == path.read_bytes()
 
 
@@ -111,7 +109,14 @@ def test_torn_last_line_is_not_read(tmp_path):
     assert [0, 1] == [line.iteration for line in read_metrics(path)]
 
 
-@pytest.mark.parametrize("bad", ["{", "[]", '{"iteration": 1}', '{"iteration": 1, "metrics": 3}'])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *("{", "[]", '{"iteration": 1}', '{"iteration": 1, "metrics": 3}'),
+        *('{"iteration": 1, "metrics": {"a": null}}', '{"iteration": 1e400, "metrics": {}}'),
+        '{"iteration": 1, "metrics": {"a": 1' + 400 * "0" + "}}",
+    ],
+)
 def test_damaged_line_in_the_middle_is_named(tmp_path, bad):
     path = tmp_path / "metrics.jsonl"
     write(path, range(3))
@@ -119,8 +124,8 @@ def test_damaged_line_in_the_middle_is_named(tmp_path, bad):
     path.write_text("\n".join([lines[0], bad, lines[2]]) + "\n")
     with pytest.raises(RunDirError, match=r"E730.*line 2 of .*metrics.jsonl is damaged"):
         read_metrics(path)
-    with MetricsLog(path) as log, pytest.raises(RunDirError, match="line 2"):
-        log.truncate_after(2)
+    with pytest.raises(RunDirError, match="line 2"):
+        truncate_after(path, 2)
     assert 3 == len(path.read_text().splitlines())
 
 
@@ -130,8 +135,7 @@ def test_damage_after_the_kept_lines_is_cut_away(tmp_path):
     before = path.read_bytes()
     with path.open("ab") as file:
         file.write(b'{"iteration": 3, "metrics": {}}\n\x00\x00\n\x00\n')
-    with MetricsLog(path) as log:
-        assert 3 == log.truncate_after(2)
+    assert 3 == truncate_after(path, 2)
     assert before == path.read_bytes()
 
 
@@ -144,7 +148,7 @@ def test_kill_while_truncating_leaves_the_old_file_or_the_new(tmp_path, stage):
     if pid == 0:
         os.environ[durable.FAULT_VARIABLE] = f"metrics:truncate:{stage}=kill9"
         durable.arm_from_environment()
-        MetricsLog(path).truncate_after(2)
+        truncate_after(path, 2)
         os._exit(0)
     assert signal.SIGKILL == os.WTERMSIG(os.waitpid(pid, 0)[1])
     new = b"".join(old.splitlines(keepends=True)[:3])

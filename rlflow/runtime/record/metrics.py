@@ -47,7 +47,7 @@ class MetricsLine:
 class MetricsLog:
     """Appends to a metrics file; each line is handed to the system before `write` returns.
 
-    To resume: `truncate_after(iteration of the checkpoint)` before the first `write`. For
+    To resume: `truncate_after(path, iteration of the checkpoint)` before it is opened. For
     the file to survive a power loss too, `sync` before each checkpoint. Where the disk refuses,
     what opens or cuts the file raises `RunDirError`, and what a run has in its middle, `RunError`.
     """
@@ -77,27 +77,25 @@ class MetricsLog:
         with disk_errors(RunError, f"sync {self.path}", self.path.parent):
             os.fsync(self._file.fileno())
 
-    def truncate_after(self, iteration: int) -> int:
-        """Remove the lines of later iterations and a torn last line; return how many.
-
-        Atomic: the file is the old one or the new one. Raises `RunDirError` if an earlier
-        line is damaged.
-        """
-        with disk_errors(RunDirError, f"truncate {self.path}", self.path.parent):
-            data = self.path.read_bytes()
-            lines = data.splitlines()
-            earlier = takewhile(lambda row: row[1].iteration <= iteration, _lines(self.path, data))
-            kept = [raw + b"\n" for raw, _ in earlier]
-            text = b"".join(kept)
-            if text != data:
-                self._file.close()
-                write_atomic(self.path, text, TRUNCATE_POINTS)
-                self._file = self.path.open("ab", buffering=0)
-        return len(lines) - len(kept)
-
     def close(self) -> None:
         """Close the file; safe to repeat."""
         self._file.close()
+
+
+def truncate_after(path: Path, iteration: int) -> int:
+    """Remove the lines of later iterations and a torn last line, if there is a file; say how many.
+
+    Atomic: the file is the old one or the new one. Raises `RunDirError` if an earlier
+    line is damaged.
+    """
+    with disk_errors(RunDirError, f"truncate {path}", path.parent):
+        data = path.read_bytes() if path.is_file() else b""
+        earlier = takewhile(lambda row: row[1].iteration <= iteration, _lines(path, data))
+        kept = [raw + b"\n" for raw, _ in earlier]
+        text = b"".join(kept)
+        if text != data:
+            write_atomic(path, text, TRUNCATE_POINTS)
+    return len(data.splitlines()) - len(kept)
 
 
 def read_metrics(path: Path) -> list[MetricsLine]:
