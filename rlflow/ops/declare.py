@@ -14,7 +14,7 @@ from typing import Any
 
 from rlflow.data import Chat, DataSource
 from rlflow.data.pictures.columns import IMAGES
-from rlflow.errors import Finding
+from rlflow.errors import Finding, GraphError
 from rlflow.graph.callables import hints_of, name_of, parameters_of
 from rlflow.graph.fields import IMAGE, PICTURES, PIXELS, DType, Level, row, token
 from rlflow.graph.model import Model
@@ -216,14 +216,35 @@ def metrics(
     return add_node(op, handles, params=params, name=name)
 
 
+def _no_function(given: object) -> Finding:
+    written = repr(given)
+    return Finding(
+        code="E104",
+        what=f"{written if len(written) < 60 else type(given).__name__} is no function of rows",
+        where=declared_at(),
+        got="callable, without a signature" if callable(given) else type(given).__name__,
+        if callable(given)
+        else type(given).__name__,
+        expected="a Python function, whose parameters are the fields that it reads",
+        fix="def score(response: str, answer: str) -> float: ...",
+    )
+
+
 def plain_inputs(
     function: Callable[..., Any], skip: tuple[str, ...]
 ) -> tuple[tuple[Input, ...], bool]:
-    """The fields a plain Python function reads, and whether it takes whole batches."""
+    """The fields a plain Python function reads, and whether it takes whole batches.
+
+    Raises GraphError E104 for what is no function, or one that does not say what it takes.
+    """
+    try:
+        parameters = parameters_of(function)
+    except (TypeError, ValueError):
+        raise GraphError(_no_function(function)) from None
     hints = hints_of(function)
     inputs = []
     batched = False
-    for parameter in parameters_of(function):
+    for parameter in parameters:
         if parameter.name in skip:
             continue
         annotation = hints.get(parameter.name, str)

@@ -184,3 +184,14 @@ def test_an_evaluation_may_have_a_function_for_each_data_set():
 
     node = pipeline.trace().node("eval")
     assert {"sums": exact} == node.param("function").functions
+
+
+@pytest.mark.parametrize("given", ["exact_match", None, int, {"a": 3}], ids=repr)
+def test_what_is_no_function_is_refused_by_name(given):
+    def run(cfg: rf.Config) -> None:
+        actor = rf.Model("actor", "some/model", optimizer=rf.AdamW(lr=1e-3))
+        samples = ops.rollout(actor, ops.prompts(rf.data.arithmetic(), batch=4), max_new_tokens=8)
+        ops.reward(given, samples)
+
+    with pytest.raises(GraphError, match=r"(?s)E104.*is no function of rows.*def score\("):
+        rf.pipeline()(run).trace(rf.Config())
