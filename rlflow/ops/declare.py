@@ -223,8 +223,6 @@ def _no_function(given: object) -> Finding:
         what=f"{written if len(written) < 60 else type(given).__name__} is no function of rows",
         where=declared_at(),
         got="callable, without a signature" if callable(given) else type(given).__name__,
-        if callable(given)
-        else type(given).__name__,
         expected="a Python function, whose parameters are the fields that it reads",
         fix="def score(response: str, answer: str) -> float: ...",
     )
