@@ -38,6 +38,8 @@ from tests.scheduler.strategies import PLENTY
 LAYERS = 6
 STAGES = {1: (), 2: (2, 4), 3: (1, 3, 2), 4: (1, 2, 2, 1), 6: (1,) * 6}
 SIDE = 48
+# What is no part of layers: a tower that sees, an embedding, a head, what is both.
+BESIDE = ("tower", "first", "last", "ends")
 
 
 @st.composite
@@ -79,14 +81,15 @@ def cells(instance: Instance, device: int, how: str) -> set[tuple[int, int, int]
     layers = instance.stages or (LAYERS,)
     stages = range(place, len(layers), instance.pp)
     mine = [n for s in stages for n in range(sum(layers[:s]), sum(layers[: s + 1]))]
-    if how in ("first", "last", "ends"):
-        there = (place == 0, place == instance.pp - 1)
-        mine = [0] * {"first": there[0], "last": there[1], "ends": any(there)}[how]
+    if how in BESIDE:
+        first, last = place == 0, place == instance.pp - 1
+        there = {"tower": first, "first": first, "last": last, "ends": first or last}
+        mine = [0] * there[how]
     return {(layer, *each) for layer in mine for each in _cells(instance, device, how)}
 
 
 def count(how: str) -> int:
-    return SIDE**2 * (1 if how in ("first", "last", "ends") else LAYERS)
+    return SIDE**2 * (1 if how in BESIDE else LAYERS)
 
 
 def _cells(instance: Instance, device: int, how: str) -> set[tuple[int, int]]:
@@ -139,7 +142,7 @@ def test_what_is_lacking_is_what_no_process_of_the_target_holds(
 @given(instance=instances())
 def test_ranks_hold_every_parameter_once_for_each_replica(instance: Instance) -> None:
     for how in CUTS:
-        times = 1 if how != "whole" else instance.tp
+        times = instance.tp if how in ("whole", "tower") else 1
         times *= 2 if how == "ends" and instance.pp > 1 else 1
         grid = grid_of(instance)
         held = sum(size(piece(instance, r, how, grid)) for r in range(len(instance.devices)))
