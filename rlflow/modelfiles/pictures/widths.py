@@ -23,8 +23,11 @@ KEPT: Mapping[str, tuple[int, int, bool]] = {
     "qwen3_vl": (11, 2, False),
     "gemma3": (8, 2, False),
     "internvl": (10, 2, False),
-    "mistral3": (8, 4, True),
+    "mistral3": (8, 3, True),
 }
+# Towers with gates, and their activation where a config names none. Of a product of SiLU and a
+# gate one factor is computed again; of other activations a layer keeps one inner width more.
+GATES: Mapping[str, str] = {"qwen2_5_vl": "silu", "mistral3": "gelu"}
 # The same of what is beside layers: of a patch, and of a patch of each projector.
 BESIDE, PROJECTED = 2, 3
 
@@ -101,7 +104,9 @@ def tower_widths(
     if sight.sees == "rows":
         patches = (sight.side // side) ** 2
     full = said.get("fullatt_block_indexes")
-    *kept, copied = KEPT[kind]
+    kept_wide, kept_inner, copied = KEPT[kind]
+    if kind in GATES and said.get("hidden_act", GATES[kind]) != "silu":
+        kept_inner += 1
     frames = int(said.get("temporal_patch_size", 2)) if sight.sees == "grid" else 1
     placed = int(said.get("num_position_embeddings", tile if kind != "mistral3" else 0))
     wide = int(said["hidden_size"])
@@ -118,8 +123,8 @@ def tower_widths(
         window=(int(said.get("window_size", 0)) // side) ** 2,
         tile=tile,
         joined=kind == "mistral3",
-        kept=(kept[0], kept[1]),
-        copied=bool(copied),
+        kept=(kept_wide, kept_inner),
+        copied=copied,
     )
 
 
