@@ -87,11 +87,19 @@ class SamplingOptions(Role):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafted(Role):
-    """The model `by` proposes so many `tokens` at a time to its own."""
+    """The model `by` proposes so many `tokens` at a time to its own.
 
-    WORDS: ClassVar[Mapping[str, str]] = {"by": "drafter", "tokens": "draft_tokens"}
+    It does where at most so many `rows` go on; None: however many do.
+    """
+
+    WORDS: ClassVar[Mapping[str, str]] = {
+        "by": "drafter",
+        "tokens": "draft_tokens",
+        "rows": "draft_rows",
+    }
     by: str
     tokens: int = 0
+    rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,6 +67,7 @@ class ModelInUse(Protocol):
         first: int = 0,
         until: int | None = None,
         draft_tokens: int = 0,
+        draft_rows: int | None = None,
         routing: bool = False,
         pictures: Pictures | None = None,
     ) -> Generation:

@@ -141,6 +141,7 @@ def rollout(
     first_groups: int | None = None,
     drafter: Model | None = None,
     draft_tokens: int = 4,
+    draft_rows: int | None = None,
     routing: Literal["record"] | None = None,
     name: str | None = None,
 ) -> Handle:
@@ -159,7 +160,8 @@ def rollout(
 
     A `drafter`, a small model with the same tokenizer, proposes up to `draft_tokens` tokens at a
     time, which the policy reads in one pass. The tokens are those that would be sampled without it
-    (speculative decoding, Leviathan et al. 2023, with random numbers in common).
+    (speculative decoding, Leviathan et al. 2023, with random numbers in common). With `draft_rows`
+    it does so once no more rows go on in a process.
 
     `routing="record"` adds which experts of a mixture each token chose, for log-probs and updates
     to replay (Ma et al., arXiv:2510.11370): `ops.rows.experts` has the fields.
@@ -168,14 +170,15 @@ def rollout(
     """
     where = declared_at()
     checks = _sampling_checks(n, max_new_tokens, temperature, top_p, top_k, draft_tokens)
-    _require("a rollout", checks, where)
     drafted = drafter is not None
+    _require("a rollout", (*checks, *_draft_checks(draft_rows, drafted=drafted)), where)
     op, beside = rolled(
         ROLLOUT, model, prompts, routing=routing, first_groups=first_groups, drafted=drafted
     )
     params: dict[str, Any] = {"n": n, "max_new_tokens": max_new_tokens, "temperature": temperature}
     if drafter is not None:
         params |= {"drafter": drafter.name, "draft_tokens": draft_tokens}
+        params |= {} if draft_rows is None else {"draft_rows": draft_rows}
     unusual = (
         ("top_p", top_p, 1.0),
         ("top_k", top_k, 0),
@@ -264,6 +267,16 @@ def _sampling_checks(
         (0 < top_p <= 1, f"top_p={top_p}", "0 < top_p <= 1"),
         (top_k >= 0, f"top_k={top_k}", "top_k >= 0 (0: off)"),
         (draft_tokens >= 1, f"draft_tokens={draft_tokens}", "draft_tokens >= 1"),
+    )
+
+
+def _draft_checks(rows: int | None, *, drafted: bool) -> tuple[tuple[bool, str, str], ...]:
+    """What has to hold of the rows up to which a rollout drafts, for `_require`."""
+    if rows is None:
+        return ()
+    return (
+        (rows >= 1, f"draft_rows={rows}", "draft_rows >= 1, or None: however many rows go on"),
+        (drafted, f"draft_rows={rows} and no drafter", "drafter=, the model that drafts"),
     )
 
 

@@ -146,6 +146,7 @@ def test_every_kind_of_attention_and_up_to_the_end_of_the_context(family, model_
     prompts=st.lists(st.lists(st.integers(0, 31), min_size=1, max_size=9), min_size=1, max_size=4),
     drafter=st.sampled_from(["itself", "near", "random", "other"]),
     count=st.integers(1, 6),
+    most=st.none() | st.integers(0, 12),
     limit=st.integers(1, 30),
     chosen=st.fixed_dictionaries(
         {
@@ -160,7 +161,7 @@ def test_every_kind_of_attention_and_up_to_the_end_of_the_context(family, model_
     part=st.tuples(st.integers(0, 30), st.integers(1, 30)),
 )
 def test_nothing_else_depends_on_the_drafter(
-    prompts, drafter, count, limit, chosen, seed, part, models
+    prompts, drafter, count, most, limit, chosen, seed, part, models
 ):
     sampling = Sampling(max_new_tokens=limit, **chosen)
     first = min(part[0], limit - 1)
@@ -168,7 +169,7 @@ def test_nothing_else_depends_on_the_drafter(
     asked, ids = ragged_rows(prompts, torch.int64), torch.arange(len(prompts) * sampling.n)
     key = SampleKey(seed=seed, iteration=0, stream="rollout")
     engine = TorchRollout(models["itself"])
-    draft = Draft(model=models[drafter], tokens=count)
+    draft = Draft(model=models[drafter], tokens=count, rows=most)
     plain = engine.generate(asked, sampling, key, ids, reach)
     before = dict(engine.stats())
     drafted = engine.generate(asked, sampling, key, ids, reach, draft)
@@ -198,6 +199,39 @@ def test_pieces_are_those_of_plain_decoding(drafter, count, models):
     assert [joined[row] for row in range(12)] == tokens(whole)
     assert engine.stats() == generated(policy, SAMPLED, draft=draft)[1]
     assert len(set(lengths(whole.response_tokens).tolist())) > 3
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_a_drafter_that_begins_late_changes_how_many_passes_there_are_alone(pieces, models):
+    """Of 12 rows one ends after the other; with fewer rows at the most it passes less often."""
+    policy, tally = models["itself"], {}
+    plain = in_pieces(policy, SAMPLED, pieces)
+    forward = models["near"].logits
+    for most in (None, 12, 11, 6, 2, 1, 0):
+        passes, engine = [], TorchRollout(policy)
+        models["near"].logits = lambda *args, seen=passes: seen.append(1) or forward(*args)
+        try:
+            draft = Draft(model=models["near"], tokens=3, rows=most)
+            made = in_pieces(policy, SAMPLED, pieces, draft, engine)
+        finally:
+            del models["near"].logits
+        for mine, theirs in zip(plain, made, strict=True):
+            require_equal(mine, theirs)
+        stats = engine.stats()
+        tally[most] = (len(passes), stats["drafted"], stats["decode_passes"])
+    assert tally[None] == tally[12]
+    assert tally[None] > tally[11] > tally[6] > tally[2] > tally[1] > tally[0] == (0, 0.0, 19.0)
+
+
+@pytest.mark.parametrize("most", [11, 6, 1])
+def test_a_drafter_that_begins_late_has_read_all_that_its_rows_have(most, models, monkeypatch):
+    """The policy drafts for itself: what it had not read would be a draft that is wrong."""
+    monkeypatch.setattr("rlflow.engines.hf.generate.speculative.READ", 5)
+    policy, draft = models["itself"], Draft(model=models["itself"], tokens=3, rows=most)
+    plain, _ = generated(policy, SAMPLED)
+    drafted, stats = generated(policy, SAMPLED, draft=draft)
+    require_equal(plain, drafted)
+    assert stats["accepted"] == stats["drafted"] > 0
 
 
 def test_rows_take_different_numbers_of_drafts_at_a_time(models, monkeypatch):

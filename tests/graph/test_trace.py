@@ -365,6 +365,8 @@ def test_a_value_loss_needs_a_value_head():
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"top_p": 0.0}, "top_p=0.0"),
+        ({"draft_rows": 0}, "draft_rows=0"),
+        ({"draft_rows": 8}, "draft_rows=8 and no drafter"),
     ],
 )
 def test_options_out_of_range(options, got):

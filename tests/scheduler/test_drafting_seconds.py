@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from rlflow.cli.commands import with_shapes
 from rlflow.cli.main import cli
 from rlflow.graph.graph import Graph
 from rlflow.scheduler.costs.estimate import Costs
-from rlflow.scheduler.costs.lengths import Load, ResponseLengths
+from rlflow.scheduler.costs.lengths import Load, ResponseLengths, stages
 from rlflow.scheduler.costs.ranks.draft_turns import BY_MODEL, BY_NGRAMS, DraftTurn, drafting_shape
 from rlflow.scheduler.costs.roofline import Roofline
 from rlflow.scheduler.costs.rows.assumptions import seconds_rest_on
@@ -99,6 +100,32 @@ def test_the_gain_falls_where_many_rows_compute_for_long() -> None:
     assert sorted(gains, reverse=True) == gains
     assert gains[0] > 1.4
     assert gains[-1] < 1
+
+
+def test_drafts_of_few_rows_alone_are_the_shortest_where_many_compute_for_long() -> None:
+    """A stage costs what it does with or without drafts, and the drafter reads the rows once."""
+    long = ResponseLengths(8192, 1024.0, 0.9)
+    many = replace(LOAD, rows=2048, prompts=256, lengths=long)
+    always, stages_of = drafts(SEVEN_B, 3, 0.7, HALF_B), stages(many.lengths, many.rows, 1)
+    seconds = {math.inf: always.rollout(many)}
+    for most in (0, 1, 64, 128, 256, 4096):
+        late = replace(always, turn=replace(always.turn, rows=most))
+        seconds[most] = late.rollout(many)
+        legs = sum(late.rollout(many, leg, 3) for leg in range(3))
+        assert legs == pytest.approx(seconds[most], rel=1e-9)
+        plain, drafted = SEVEN_B.stepping(), always.stepping()
+        expected, begins = SEVEN_B.prefill(many), late.turn.begins(stages_of)
+        for number, stage in enumerate(stages_of):
+            by = plain if number < begins else drafted
+            expected += stage.tokens * stage.goes_on * by(stage.live, 256 + stage.age)
+        if begins < len(stages_of):
+            stage = stages_of[begins]
+            left = replace(many, rows=stage.live, prompts=stage.live, prompt=256 + int(stage.age))
+            expected += stage.goes_on * HALF_B.prefill(left if begins else many)
+        assert seconds[most] == pytest.approx(expected, rel=1e-9)
+    assert seconds[4096] == seconds[math.inf]
+    assert seconds[0] == SEVEN_B.rollout(many)
+    assert seconds[256] < min(seconds[0], seconds[64], seconds[math.inf])
 
 
 def test_the_drafter_reads_the_prompts_too() -> None:
@@ -183,6 +210,20 @@ def test_plans_for_accelerators_count_an_acceptance_and_say_which(
     said = [planned(graph, place, acceptance=chance) for chance in (0.0, 0.9)]
     assert "acceptance 0.9, 3.44 tokens a pass that verifies 3 (given)" in words(said[1])
     assert seconds_of(said[1]) < seconds_of(assumed) < seconds_of(said[0])
+
+
+def test_a_plan_counts_drafts_of_few_rows_and_says_so() -> None:
+    """16 rows of 8 prompts; keys and values of the drafter are those of the rows it drafts for."""
+    place = placed(engine="torch")
+    always, late, all_rows = (
+        planned(drafted(temperature=1.0, rows=rows), place) for rows in (None, 4, 16)
+    )
+    assert "verifies 3, of 4 rows at most (assumed)" in words(late)
+    assert seconds_of(always) == seconds_of(all_rows) != seconds_of(late)
+    held = [
+        dict(plan.action("actor.rollout").cost.holds)["drafts"] for plan in (always, late, all_rows)
+    ]
+    assert held[0] == held[2] > held[1]
 
 
 def words(plan: Plan) -> str:

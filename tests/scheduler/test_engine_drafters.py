@@ -46,6 +46,7 @@ def drafted(
     path: str = "models/mid",
     temperature: float = 0.0,
     n: int = 2,
+    rows: int | None = None,
     probe: dict[str, object] | None = None,
     **draft: object,
 ) -> Graph:
@@ -57,7 +58,7 @@ def drafted(
         small = rf.Model("drafter", "models/tiny", optimizer=adam, **draft)
         prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=8)
         how = {"n": n, "max_new_tokens": 8, "temperature": temperature}
-        samples = ops.rollout(actor, prompts, drafter=small, draft_tokens=3, **how)
+        samples = ops.rollout(actor, prompts, drafter=small, draft_tokens=3, draft_rows=rows, **how)
         advantage = ops.advantage("grpo", samples, ops.reward(exact, samples))
         ops.update(actor, samples, advantage, loss=rf.PolicyLoss("ppo_clip"))
         ops.train_drafter(small, samples, steps=2)
@@ -209,6 +210,13 @@ def test_an_engine_drafts_in_one_way() -> None:
     (finding,) = refused(graph_of(declare), placed())
     assert "E638" == finding.code
     assert "drafter (draft_tokens=2), drafter (draft_tokens=3)" == finding.got
+
+
+def test_an_engine_drafts_however_many_rows_go_on() -> None:
+    (finding,) = refused(drafted(rows=4), placed())
+    assert ("E264", "draft_rows=4") == (finding.code, finding.got)
+    assert finding.what.endswith("SGLang lets a drafter draft in every turn")
+    assert '"actor.rollout": rf.on("gen")' == finding.fix
 
 
 @pytest.mark.parametrize(

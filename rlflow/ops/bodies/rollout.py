@@ -164,6 +164,7 @@ def drawn(params: Mapping[str, Any]) -> dict[str, Any]:
         "top_k": params.get("top_k", 0),
         "ignore_eos": "ignore_eos" in params,
         "draft_tokens": params.get("draft_tokens", 0),
+        **({"draft_rows": params["draft_rows"]} if "draft_rows" in params else {}),
         **({"routing": True} if "routing" in params else {}),
     }
 

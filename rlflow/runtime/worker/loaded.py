@@ -249,6 +249,7 @@ class InUse:
         first: int = 0,
         until: int | None = None,
         draft_tokens: int = 0,
+        draft_rows: int | None = None,
         routing: bool = False,
         pictures: Pictures | None = None,
     ) -> Generation:
@@ -278,7 +279,8 @@ class InUse:
             proposing = self._drafter.model
             assert isinstance(engine, TorchRollout)
             assert isinstance(proposing, TorchModel)
-            made = engine.generate(*asked, Draft(model=proposing, tokens=draft_tokens))
+            draft = Draft(model=proposing, tokens=draft_tokens, rows=draft_rows)
+            made = engine.generate(*asked, draft)
         after = engine.stats()
         spent = {name: after[name] - before[name] for name in DRAFTS if name in after}
         return replace(

@@ -163,7 +163,7 @@ def with_drafts(
     own = node.role(Drafted) or Drafted(by="")
     tokens = engine.verified if engine.own_process else own.tokens
     if drafter is not None:
-        size = drafting_bytes(tokens, roof, drafter, load)
+        size = drafting_bytes(tokens, roof, drafter, load, most=own.rows)
     elif engine.drafts_by_options:
         size = drafting_bytes(tokens, roof, roof, load, beams=engine.beams)
     else:
@@ -172,18 +172,27 @@ def with_drafts(
 
 
 def drafting_bytes(
-    tokens: int, roof: Roofline, drafter: Roofline, load: Load, *, beams: int = 1
+    tokens: int,
+    roof: Roofline,
+    drafter: Roofline,
+    load: Load,
+    *,
+    beams: int = 1,
+    most: int | None = None,
 ) -> int:
     """Bytes for so many drafted tokens a row; a drafter makes logits of `beams` tokens at a time.
 
+    It drafts for `most` rows, or all; every row has room for drafts in the policy's cache.
     A draft model that stays as it is predicts the tokens of the policy: `roof` stands for it.
     """
     rows, cache = load.most or load.rows, 0.0
+    drafted = rows if most is None else min(rows, most)
     if roof.serving is not None:
-        rows = roof.serving.rows(rows)
+        drafted = roof.serving.rows(rows)
     else:
-        cache = (load.longest_row + tokens) * drafter.cache_bytes + tokens * roof.cache_bytes
-    return int(rows * cache) + tokens * roof.scores(rows) + beams * drafter.scores(rows)
+        cache = drafted * (load.longest_row + tokens) * drafter.cache_bytes
+        cache += rows * tokens * roof.cache_bytes
+    return int(cache) + tokens * roof.scores(drafted) + beams * drafter.scores(drafted)
 
 
 def carried(cost: Cost, rows: float, spread: Spread, *, on_host: bool) -> Cost:

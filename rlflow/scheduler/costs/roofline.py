@@ -261,7 +261,8 @@ class Roofline(TowerSeconds):
 
         A step computes for the rows that are left, reads the weights and their keys and values.
         Of `legs` rows end in each as `ended_share` says, or groups of `n`; the prompts are of the
-        first, and all that is done while rows wait: one of those may be the shortest.
+        first, and all that is done while rows wait: one of those may be the shortest. A drafter
+        reads the prompts then, or what few enough rows that are left have so far.
         """
         if self.ep.ranks > 1:  # The experts of all ranks come to each first.
             layers = self.shape.layers
@@ -269,17 +270,23 @@ class Roofline(TowerSeconds):
             whole = replace(self, ep=ALONE, shard=ALONE, gathers=False)
             return self.gathered() + moved + whole.rollout(load, leg, legs, n)
         total = self.gathered() if self.gathers else 0.0
+        found = stages(load.lengths, load.rows, load.peers, self.at_once(load))
+        begins = 0 if self.turn is None else self.turn.begins(found)
         if not leg:
-            for read in (self, self.proposer):
+            for read in (self, None if begins else self.proposer):
                 if read is not None:
                     total += read.agreed(load.prompts * load.mean_prompt) + read.prefill(load)
         # A group of n rows is complete with probability F^n where a row has ended with F.
         since, step = ended_share(leg, legs) ** (1 / n), self.stepping()
         until = 2.0 if leg + 1 == legs else ended_share(leg + 1, legs) ** (1 / n)
-        for stage in stages(load.lengths, load.rows, load.peers, self.at_once(load)):
+        for number, stage in enumerate(found):
             if since <= stage.ended < until:
                 taken = step(stage.live, load.mean_prompt + stage.age)
                 total += stage.tokens * stage.goes_on * taken
+                if number == begins and begins and self.proposer is not None:
+                    left = load.with_prompt(int(stage.age))
+                    left = replace(left, rows=stage.live, prompts=stage.live)
+                    total += stage.goes_on * self.proposer.prefill(left)
         return total
 
     def prefill(self, load: Load) -> float:
@@ -312,7 +319,11 @@ class Roofline(TowerSeconds):
         spans = (1, *(turn.beams for _ in range(turn.drafted - 1))) if turn.drafted else ()
         drafts = [proposer.passing(span, eager=eager) for span in spans] if proposer else []
 
+        plain = self.decoding(eager=eager)
+
         def step(rows: float, context: float) -> float:
+            if rows > turn.rows:
+                return plain(rows, context)
             drafted = sum(draft(rows, context) for draft in drafts)
             return (policy(rows, context) + drafted) / turn.tokens
 

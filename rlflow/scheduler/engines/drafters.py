@@ -107,7 +107,7 @@ def drafter_findings(
 
 
 def drafts_findings(engine: Instance, nodes: Sequence[Node], costs: Costs) -> Iterator[Finding]:
-    """E630, E638, E639 and E678 for the rollouts of an engine that drafts."""
+    """E264, E630, E638, E639 and E678 for the rollouts of an engine that drafts."""
     options = engine.engine_plan.settings
     if engine.engine_plan.has_drafter:
         yield from _together(engine, nodes, costs)
@@ -135,6 +135,7 @@ def _together(engine: Instance, nodes: Sequence[Node], costs: Costs) -> Iterator
             expected="one drafter and one number of draft_tokens for the rollouts of an engine",
             fix="the same drafter= and draft_tokens=, or a pool of its own for one rollout",
         )
+    yield from (_always(engine, node, role) for node, role in drafted if role.rows is not None)
     unlike = list(_unlike(engine, costs))
     if unlike:
         yield Finding(
@@ -154,6 +155,23 @@ def _together(engine: Instance, nodes: Sequence[Node], costs: Costs) -> Iterator
             expected="one of them",
             fix=f'"{engine.model}.rollout": rf.on("{engine.pool}", engine="{engine.engine}")',
         )
+
+
+def _always(engine: Instance, node: Node, role: Drafted) -> Finding:
+    """An engine drafts in every turn, however many rows go on.
+
+    SGLang 0.5.23 chooses drafts by the rows of a batch (`--speculative-adaptive`) for EAGLE and
+    EAGLE3 alone, not for a model of its own (`adaptive_unsupported_reason`).
+    """
+    title = engine.engine_plan.settings.title
+    return Finding(
+        code="E264",
+        what=f"{node.name}: {title} lets a drafter draft in every turn",
+        where=node.where,
+        got=f"draft_rows={role.rows}",
+        expected=f"no draft_rows with {title}, or the embedded engine",
+        fix=f'"{engine.model}.rollout": rf.on("{engine.pool}")',
+    )
 
 
 def _unlike(engine: Instance, costs: Costs) -> Iterator[str]:

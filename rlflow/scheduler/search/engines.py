@@ -32,7 +32,7 @@ def with_engines(
     The embedded engine and those that a placement names for one of their nodes; with a `name`
     that one alone, with the options that a placement gives it. Raises PlanError E245 for an unknown
     name, E249 for a model that the engine asked for cannot run, and what else it refuses wherever
-    it lies: E630, E638, E639 and E678 of drafters.
+    it lies: E264, E630, E638, E639 and E678 of drafters.
     """
     engine_named(name)
     made, findings = [], list[Finding]()

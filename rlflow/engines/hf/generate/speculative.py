@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from rlflow.batch import select_field
 from rlflow.contract.engines import ModelConfig
 from rlflow.contract.values import Reach, Sampling
 from rlflow.engines.hf.forward.attention import RaggedAttention
@@ -26,16 +27,21 @@ from rlflow.engines.hf.generate.decoding import DRAWN, Decoding, Responses, pref
 from rlflow.engines.hf.models import TorchModel
 from rlflow.errors import Finding, RunError
 
+# A drafter that begins late reads so many tokens of each row at a time.
+READ = 256
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
     """Who proposes tokens, and how many a turn; none at all where `tokens` is 0.
 
-    `model` has the tokenizer of the policy and lies on its device.
+    `model` has the tokenizer of the policy and lies on its device. It proposes in turns of at
+    most so many live `rows`; None: in all.
     """
 
     model: TorchModel
     tokens: int
+    rows: int | None = None
 
 
 class Reader:
@@ -75,6 +81,9 @@ class SpeculativeDecoding(Decoding):
     Ragged int64 `prompts [prompts, j]` have lengths `sizes`. Rows draw their first token of what
     follows the prompts. In a turn the policy reads the last token of each row and the drafts
     after it; row r has `counts[r]` tokens, of which its cache has all but the last.
+
+    While more rows go on than the drafter is asked for, each draws one token a turn, and all are
+    equally long. The drafter then reads what the rows have that are left, once.
     """
 
     def __init__(
@@ -87,13 +96,16 @@ class SpeculativeDecoding(Decoding):
         stopped: Callable[[], bool],
     ) -> None:
         super().__init__(responses, stopped)
-        self.tokens = draft.tokens
+        self.draft, self.prompts, self.prompt_sizes = draft, prompts, sizes
         self.width = responses.tokens.shape[1]
         n, columns = responses.sampling.n, self.width + draft.tokens
-        self.readers = [Reader(one, sizes, n, columns) for one in (model, draft.model)]
+        self.reader: Reader | None = Reader(model, sizes, n, columns)
+        self.drafter: Reader | None = None
         layout = pack_prompts(prompts, model.device)
-        prefill(draft.model, self.readers[1].cache, layout, layout.targets[:1])
-        logits = prefill(model, self.readers[0].cache, layout, layout.targets)
+        if self.drafts():
+            self.drafter = Reader(draft.model, sizes, n, columns)
+            prefill(draft.model, self.drafter.cache, layout, layout.targets[:1])
+        logits = prefill(model, self.reader.cache, layout, layout.targets)
         self.first = logits[: layout.predictions].repeat_interleave(n, 0)
         self.vocabulary = self.first.shape[1]
         self.numbers = torch.empty(0, 0, dtype=torch.float64, device=model.device)
@@ -105,20 +117,21 @@ class SpeculativeDecoding(Decoding):
 
     def step(self) -> bool:
         """Draw one token or more of every live row; whether any goes on."""
-        if not self.readers:
+        if self.reader is None:
             return False
         if self.least:
-            drafts = self.propose()
-            logits = self.verify(drafts)
+            drafts = self.propose() if self.drafts() else self.none()
+            logits = self.verify(self.reader, drafts)
         else:
-            drafts, logits = self.counts.new_empty(len(self.counts), 0), self.first[:, None]
+            drafts, logits = self.none(), self.first[:, None]
             self.first = self.first[:0]
         going, foreseen = self.take(drafts, logits)
         if self.stopped() or not bool(going.any()):
             return self._end()
         if not bool(going.all()):
-            for reader in self.readers:
-                places = reader.cache.keep(going)
+            places = self.reader.cache.keep(going)
+            if self.drafter is not None:
+                self.drafter.cache.keep(going)
             self.responses.live = self.responses.live[places]
             self.counts, foreseen = self.counts[places], foreseen[places]
         bounds = torch.stack([self.counts.min(), self.counts.max(), foreseen.any().long()])
@@ -126,27 +139,51 @@ class SpeculativeDecoding(Decoding):
         self.unread = 1 + behind
         return True
 
+    def drafts(self) -> bool:
+        """Whether so few rows go on that the drafter proposes."""
+        most = self.draft.rows
+        return most is None or len(self.responses.live) <= most
+
+    def none(self) -> Tensor:
+        """No drafts of the live rows, int64 `[live, 0]`."""
+        return self.counts.new_empty(len(self.counts), 0)
+
+    def caught_up(self) -> Reader:
+        """The drafter with all that the live rows have, equally long ones, but their last token."""
+        live, draft = self.responses.live, self.draft
+        which = (live // self.responses.sampling.n).cpu()
+        prompts, sizes = select_field(self.prompts, which), self.prompt_sizes[which]
+        drafter = Reader(draft.model, sizes, 1, self.width + draft.tokens)
+        layout = pack_prompts(prompts, live.device)
+        prefill(draft.model, drafter.cache, layout, layout.targets[:1])
+        read = self.least - 1
+        for start in range(0, read, READ):
+            tokens = self.responses.tokens[live, start : min(start + READ, read)]
+            drafter.read(tokens, torch.full_like(live, start), start, last=True)
+        return drafter
+
     def propose(self) -> Tensor:
         """The drafter's tokens for the next columns of the live rows, int64 `[live, drafts]`."""
-        drafts: list[Tensor] = []
+        if self.drafter is None:
+            self.drafter = self.caught_up()
+        drafter, drafts = self.drafter, list[Tensor]()
         last = torch.arange(-self.unread, 0, device=self.counts.device)
         tokens = self.responses.tokens[self.responses.live[:, None], self.counts[:, None] + last]
         before = -self.unread
-        for column in range(min(self.tokens, self.width - self.least - 1)):
-            drafter = self.readers[1]
+        for column in range(min(self.draft.tokens, self.width - self.least - 1)):
             logits = drafter.read(tokens, self.counts + before, self.most + before, last=True)
             uniform = self.uniform(self.counts[:, None] + column, self.most + column)
             drawn, _ = self.responses.choose(logits[:, 0, : self.vocabulary], uniform[:, 0])
             drafts.append(drawn)
             tokens, before = drawn[:, None], column
-        return torch.stack(drafts, 1) if drafts else self.counts.new_empty(len(self.counts), 0)
+        return torch.stack(drafts, 1) if drafts else self.none()
 
-    def verify(self, drafts: Tensor) -> Tensor:
+    def verify(self, reader: Reader, drafts: Tensor) -> Tensor:
         """The policy's logits for the columns of the drafts and the one after."""
         latest = self.responses.tokens[self.responses.live, self.counts - 1]
         self.passes += 1
         tokens = torch.cat([latest[:, None], drafts], 1)
-        return self.readers[0].read(tokens, self.counts - 1, self.most - 1)
+        return reader.read(tokens, self.counts - 1, self.most - 1)
 
     def take(self, drafts: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Draw of `logits [live, span, vocabulary]`, and keep what follows right drafts alone.
@@ -214,7 +251,7 @@ class SpeculativeDecoding(Decoding):
     def _end(self) -> bool:
         """No row goes on; the memory of the caches is given back."""
         self.responses.live = self.responses.live[:0]
-        self.readers = []
+        self.reader = self.drafter = None
         del self.numbers
         return False
 

@@ -5,6 +5,8 @@ Of acceptance what is said, else what runs have measured, else an assumed one. K
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,7 @@ from rlflow.scheduler.costs.measurement_keys import accepted
 
 if TYPE_CHECKING:
     from rlflow.graph.graph import Node
+    from rlflow.scheduler.costs.lengths import Stage
     from rlflow.scheduler.costs.sizes import Sizes
     from rlflow.scheduler.models.shapes import Shape
     from rlflow.scheduler.plan.instance import Instance
@@ -32,13 +35,15 @@ SMALLER = 0.1
 class DraftTurn:
     """`drafted` tokens of a row one after the other, `beams` at each place, and one policy pass.
 
-    A token is accepted with probability `acceptance` where those before it were.
+    A token is accepted with probability `acceptance` where those before it were. Turns of more
+    than so many live `rows` draft nothing.
     """
 
     drafted: int
     acceptance: float
     beams: int = 1
     how: str = "assumed"
+    rows: float = math.inf
 
     @property
     def tokens(self) -> float:
@@ -50,10 +55,16 @@ class DraftTurn:
         """Tokens of a row that the policy reads: what is drafted, and the one before it."""
         return 1 + self.drafted * self.beams
 
+    def begins(self, found: Sequence[Stage]) -> int:
+        """The number of the first stage of so few rows; of what is after all if there is none."""
+        few = (number for number, stage in enumerate(found) if stage.live <= self.rows)
+        return next(few, len(found))
+
 
 def turn_of(node: Node, instance: Instance, sizes: Sizes) -> DraftTurn | None:
     """A turn of a node's rollout; None where nothing drafts, and on a CPU if nothing is said."""
     engine, said = instance.engine_plan, sizes.graph.acceptance
+    own = node.role(Drafted)
     on_cpu = sizes.cluster.kind_of(instance.devices[0]).name == "cpu"
     drafted, beams = drafts_of(node, instance)
     if not beams or (on_cpu and said is None):
@@ -66,6 +77,7 @@ def turn_of(node: Node, instance: Instance, sizes: Sizes) -> DraftTurn | None:
         acceptance=assumed if said is None else said,
         beams=beams,
         how="assumed" if said is None else "given",
+        rows=math.inf if own is None or own.rows is None else own.rows,
     )
     if said is not None or not sizes.cluster.measured.records:
         return turn

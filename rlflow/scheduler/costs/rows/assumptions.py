@@ -5,6 +5,7 @@ Of lengths, of drafted tokens, of rewards and of the rates of devices. Decides n
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from rlflow.graph.graph import Node
@@ -67,6 +68,7 @@ def acceptance_text(turn: DraftTurn) -> str:
     """A turn as it is printed: `acceptance 0.71, 2.6 tokens a pass that verifies 3 (assumed)`."""
     drafted = turn.read - 1
     each = f"{round(turn.tokens, 2):g} tokens a pass that verifies {drafted}"
+    each += "" if math.isinf(turn.rows) else f", of {turn.rows:g} rows at most"
     return f"acceptance {turn.acceptance:g}, {each} ({turn.how})"
 
 
