@@ -101,6 +101,12 @@ def test_resume_without_any_checkpoint_empties_the_file(tmp_path):
     assert b"" == path.read_bytes()
 
 
+def test_a_run_that_goes_on_elsewhere_begins_an_empty_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert 0 == truncate_after(path, 4)
+    assert [] == read_metrics(path)
+
+
 def test_torn_last_line_is_not_read(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, range(2))

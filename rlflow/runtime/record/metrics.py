@@ -83,13 +83,14 @@ class MetricsLog:
 
 
 def truncate_after(path: Path, iteration: int) -> int:
-    """Remove the lines of later iterations and a torn last line, if there is a file; say how many.
+    """Remove the lines of later iterations and a torn last line; say how many.
 
-    Atomic: the file is the old one or the new one. Raises `RunDirError` if an earlier
-    line is damaged.
+    Atomic: the file is the old one or the new one; where there is none it is made. Raises
+    `RunDirError` if an earlier line is damaged.
     """
     with disk_errors(RunDirError, f"truncate {path}", path.parent):
-        data = path.read_bytes() if path.is_file() else b""
+        path.touch()
+        data = path.read_bytes()
         earlier = takewhile(lambda row: row[1].iteration <= iteration, _lines(path, data))
         kept = [raw + b"\n" for raw, _ in earlier]
         text = b"".join(kept)
