@@ -13,6 +13,7 @@ from rlflow import ops
 from rlflow.errors import GraphError, PlanError
 from rlflow.graph.cut.whole import whole_rollouts
 from rlflow.graph.graph import Graph, Node
+from rlflow.graph.placement import On
 from rlflow.scheduler.passes.portions import with_shares_found
 from rlflow.scheduler.passes.staleness import stale_rollouts
 from rlflow.scheduler.plan.lags import largest_lag
@@ -266,14 +267,17 @@ def test_what_cannot_be_shared_out_is_refused() -> None:
     assert "it draws of 1" == refused(helped(share=1), one)[1]
 
 
-def test_a_pool_that_helps_with_no_rollout_is_refused() -> None:
-    where = helped().model_copy(
-        update={"assign": {**helped().assign, "actor.rollout": rf.on("gen")}}
-    )
-    where.assign["ref"] = rf.on("gen", also="train")
-    code, got, fix = refused(where)
-    assert ("E294", "no rollout is placed by 'ref'") == (code, got)
-    assert '"ref.rollout": rf.on("gen", also="train")' == fix
+@pytest.mark.parametrize(
+    ("key", "on"),
+    [("ref", rf.on("gen", also="train")), ("actor.update", rf.on("train", also="gen"))],
+)
+def test_a_pool_that_helps_with_no_rollout_is_refused_with_a_line_of_one_there_is(
+    key: str, on: On
+) -> None:
+    alone = {**helped().assign, "actor.rollout": rf.on("gen"), key: on}
+    code, got, fix = refused(helped().model_copy(update={"assign": alone}))
+    assert ("E294", f"no rollout is placed by '{key}'") == (code, got)
+    assert '"actor.rollout": rf.on("gen", also="train")' == fix
 
 
 def test_losses_have_to_correct_for_the_older_part() -> None:

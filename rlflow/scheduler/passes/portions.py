@@ -43,7 +43,7 @@ def portions(plan: Plan, context: Context) -> Plan:
     asked = [(key, where) for key, where in placement.assign.items() if where.also is not None]
     findings = [f for name, on in found.items() for f in _findings(plan, name, on, placement)]
     if asked and not found:
-        findings = [_idle(plan.graph, *asked[0])]
+        findings = [_idle(plan.graph, placement, *asked[0])]
     if findings:
         raise PlanError(*findings)
     nodes: list[Node] = []
@@ -314,13 +314,21 @@ def _uneven(node: Node, where: On, total: int) -> Finding:
     )
 
 
-def _idle(graph: Graph, key: str, where: On) -> Finding:
+def _idle(graph: Graph, placement: Placement, key: str, where: On) -> Finding:
+    """What says that `also=` is not where a rollout is placed; the line is of one that there is."""
     assert where.also is not None
+    fix = f'"{key}": rf.on("{where.pool}")'
+    for node in graph.nodes:
+        home = assignment(node, placement) if _draws(node) else None
+        near = [p for p in (where.also.pool, where.pool) if home is not None and p != home.pool]
+        if home is not None and near:
+            fix = f'"{node.name}": rf.on("{home.pool}", also="{near[0]}")'
+            break
     return Finding(
         code="E294",
         what=f"also={where.also.pool!r} of {key!r} would do nothing",
         where=graph.source,
         got=f"no rollout is placed by {key!r}",
         expected="the use of a model that draws the samples to learn from",
-        fix=f'"{key.partition(".")[0]}.rollout": rf.on("{where.pool}", also="{where.also.pool}")',
+        fix=fix,
     )
