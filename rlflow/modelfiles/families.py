@@ -83,7 +83,7 @@ HYBRID_MIXED = replace(HYBRID, experts="apart", dispatched=True)
 PARTED, PARTED_MIXED = (replace(each, parted=True) for each in (HYBRID, HYBRID_MIXED))
 STATE = Family(attention="state", cut=False, layers="linear_attention", counted=False)
 SEEING = replace(WHOLE, staged=False, counted=False)
-CUT_SEEING = replace(SEEING, cut=True)
+CUT_SEEING = replace(SEEING, cut=True, staged=True)
 OWN = Family(attention="own", cut=False, counted=False)
 ENCODER = Family(attention="encoder", cut=False, counted=False)
 NONE = Family(attention="none", cut=False, counted=False)
@@ -130,7 +130,7 @@ FAMILIES: dict[str, Family] = {
             replace(WHOLE, alone="buffers", tied=True, counted=False)),
     # Models that see.
     **_each("qwen2_5_vl", replace(CUT_SEEING, sees="grid", biases="qkv")),
-    **_each("qwen3_vl", replace(CUT_SEEING, sees="grid", head_norms="each")),
+    **_each("qwen3_vl", replace(CUT_SEEING, sees="grid", head_norms="each", staged=False)),
     **_each("mistral3", replace(CUT_SEEING, sees="rows")),
     **_each("internvl", replace(CUT_SEEING, sees="tiles")),
     **_each("gemma3", replace(CUT_SEEING, sees="soft", tied=True, norms=4, head_norms="each")),

@@ -27,6 +27,7 @@ from rlflow.engines.hf.sharded.loading import gather_ahead
 from rlflow.engines.hf.sharded.mesh import AXES
 from rlflow.engines.hf.sharded.rollout import ShardedRollout
 from rlflow.engines.hf.sharded.train import ShardedTrainEngine
+from rlflow.engines.hf.stages.train import StagedTrainEngine
 from rlflow.engines.hf.train import TrainEngine
 from rlflow.engines.hf.weights.filling import fill_from_safetensors
 from rlflow.errors import RlflowError, RunError
@@ -615,3 +616,11 @@ def gradients_are_summed_once(rank, path, shape, sequence):
     results = [one_step(engine, batch) for engine in (each, once)]
     assert results[0].grad_norm == pytest.approx(results[1].grad_norm, rel=1e-4)
     return True
+
+
+def bytes_of_stages(rank, path, dtype, freeze):
+    """Bytes of the weights of one of two stages, and of its gradients and moments."""
+    how = {"trained": True, "dtype": dtype, "device": "cpu", "freeze": freeze}
+    model = load_sharded(path, **meshes((1, 1, 1), 2), **how)
+    engine = StagedTrainEngine(model, Spec(), micro_tokens=20)
+    return model.num_bytes(), engine.optimizer.num_bytes()

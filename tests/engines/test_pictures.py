@@ -286,6 +286,19 @@ def test_pictures_are_seen_round_a_ring(kind, world, tmp_path):
     assert all(world(2).run(checks.with_pictures, path, (1, 2, 1, 1, 2), options))
 
 
+STAGED = ("qwen2_5_vl", "gemma3", "internvl", "mistral3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", STAGED)
+@pytest.mark.parametrize("freeze", [(), ("vision",)], ids=str)
+def test_stages_compute_what_one_rank_does(kind, freeze, world, tmp_path):
+    """The first of two has the tower; positions and what sees both ways reach the other one."""
+    path = write_seeing(tmp_path, kind)
+    options = {"micro_tokens": 40, "pp": 2, "freeze": freeze}
+    assert all(world(2).run(checks.with_pictures, path, (1, 1, 1), options))
+
+
 @pytest.mark.slow
 @pytest.mark.extra
 def test_pictures_are_seen_where_layers_and_tokens_are_shared(world, tmp_path):

@@ -41,6 +41,7 @@ def planned(
     optimizer: Any = ADAM,
     path: str = str(TINY),
     freeze: Any = (),
+    pp: int = 1,
 ) -> Planned:
     """What a plan says of a trained actor, its state being gradients and optimizer."""
     count = shape[0] * shape[1] * shape[2]
@@ -56,7 +57,7 @@ def planned(
         ops.update(actor, samples, advantage, loss=rf.PolicyLoss("ppo_clip"))
 
     placement = rf.Placement(
-        pools={"all": count}, assign={"*": rf.on("all", fsdp=shape[1], tp=shape[2])}
+        pools={"all": count}, assign={"*": rf.on("all", fsdp=shape[1], tp=shape[2], pp=pp)}
     )
     graph = rf.pipeline()(pipeline).trace()
     plan = compile_plan(graph, placement, cpu_cluster(count, 1), name="p").plan
@@ -130,6 +131,16 @@ def test_a_rank_holds_frozen_parts_as_planned(shape: Any, world: Any) -> None:
     found = world(2).run(states.bytes_held, SEEING, shape, low, None, ("vision",))
     expected = planned(low, shape, path=SEEING, freeze="vision")
     assert (expected.weights, expected.state) == found[0]
+
+
+@pytest.mark.rows(3)
+@pytest.mark.parametrize("freeze", [(), ("vision",)], ids=str)
+def test_the_first_stage_holds_a_tower_as_planned(freeze: Any, world: Any) -> None:
+    found = world(2).run(states.bytes_of_stages, SEEING, torch.float32, freeze)
+    expected = planned(torch.float32, (2, 1, 1), path=SEEING, freeze=freeze, pp=2)
+    # The last norm is planned as if each stage had a part of it.
+    for most, held in zip((expected.weights, expected.state), max(found), strict=True):
+        assert held <= most < held * 1.0005
 
 
 @pytest.mark.rows(3)

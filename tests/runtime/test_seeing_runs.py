@@ -38,6 +38,7 @@ def placed(count: int, **layout: int) -> rf.Placement:
         "fsdp": placed(2),
         "tp": placed(2, tp=2),
         "cp": placed(2, cp=2),
+        "pp": placed(2, pp=2),
         "replicas": placed(4, tp=2),
     }
 )
@@ -92,4 +93,4 @@ def test_ranks_learn_what_one_learns(freeze, rlflow, run, tmp_path):
         assert all((found[name] - one[name]).abs().max() < 1e-4 for name in one), place
 
 
-PLACES = ("fsdp", "tp", "cp", "replicas")
+PLACES = ("fsdp", "tp", "cp", "pp", "replicas")

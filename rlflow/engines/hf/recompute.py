@@ -23,6 +23,7 @@ from rlflow.engines.hf.forward.attention import AttentionState, attending, curre
 from rlflow.engines.hf.forward.spans import AttentionMemory
 from rlflow.errors import Finding, UsageError
 from rlflow.graph.placement import Recompute
+from rlflow.modelfiles.pictures.towers import is_tower
 
 Left = TypeVar("Left")
 
@@ -49,6 +50,11 @@ def decoder_layers(module: nn.Module) -> dict[str, nn.Module]:
             )
         )
     return found
+
+
+def text_layers(module: nn.Module) -> dict[str, nn.Module]:
+    """The repeated layers of a language model, without those of a tower beside it."""
+    return {name: layer for name, layer in decoder_layers(module).items() if not is_tower(name)}
 
 
 def body_name(module: nn.Module) -> str:

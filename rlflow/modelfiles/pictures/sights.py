@@ -22,6 +22,8 @@ from rlflow.modelfiles.families import SEEN_BY, Sees, family_of
 
 SETTINGS = ("preprocessor_config.json", "processor_config.json")
 CHANNELS = 3
+# What forwards are given of pictures, beside tokens.
+GIVEN = frozenset({"pixel_values", "image_grid_thw", "image_sizes"})
 # InternVL's processor cuts pictures up, whatever its settings say but for `max_patches`.
 MOST_TILES = 12
 # How models see whose pictures an engine in a process of its own is given, by its name, with the
@@ -141,8 +143,8 @@ def unshared_sight(path: str, layout: str) -> Finding:
         code="E554",
         what=f"model {path!r} is given pictures, and its layout or engine brings none",
         got=layout,
-        expected="the engine in the worker, with whole layers or parts of them (fsdp=, tp=, cp=); "
-        "or SGLang, of Qwen3-VL, Qwen2.5-VL, Mistral 3 and InternVL as they are published",
+        expected="the engine in the worker, with whole experts (fsdp=, tp=, cp=, pp=); or SGLang, "
+        "of Qwen3-VL, Qwen2.5-VL, Mistral 3 and InternVL as they are published",
         fix="rf.on(..., fsdp=...)",
     )
 

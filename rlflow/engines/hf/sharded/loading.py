@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from rlflow.engines.hf.recompute import decoder_layers
+from rlflow.engines.hf.recompute import decoder_layers, text_layers
 from rlflow.engines.hf.sharded.expert_parallel import expert_layers
 
 
@@ -60,8 +60,8 @@ def gather_ahead(module: nn.Module, runs: tuple[int, ...] = ()) -> None:
     the device. In a backward it gathers ahead by itself. Two layers are whole at a time. Of several
     `runs` of so many layers a pass goes through one.
     """
-    layers = list(decoder_layers(module).values())
     several = len(runs) > 1
+    layers = list((text_layers if several else decoder_layers)(module).values())
     each = [[layers.pop(0) for _ in range(count)] for count in runs] if several else [layers]
     whole = [] if several else [module]
     pairs = (itertools.pairwise([*whole, *run]) for run in each)

@@ -20,11 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlflow.engines.hf.recompute import decoder_layers
+from rlflow.engines.hf.recompute import text_layers
 from rlflow.engines.hf.routing.routers import find_routers
 from rlflow.engines.hf.sharded.mesh import PAIRS, Axis, MeshRanks
 from rlflow.engines.hf.stages.elsewhere import Elsewhere, PlaceWithin, Unread
 from rlflow.modelfiles.layouts.stages import stage_layers
+from rlflow.modelfiles.pictures.sights import GIVEN
+from rlflow.modelfiles.pictures.towers import TOWERS, is_tower
 
 Output = TypeVar("Output")
 
@@ -138,14 +140,21 @@ class LayerStage:
             self._within = False
 
     def through_all(self, forward: Callable[..., Output]) -> Callable[..., Output]:
-        """A forward that passes through all of its stages, or within a turn through that one."""
+        """A forward that passes through all of its stages, or within a turn through that one.
+
+        Pictures are for the stage that embeds; others are sent what was made of them.
+        """
+
+        def through(*args: Any, **kwargs: Any) -> Output:
+            given = kwargs if self.first else {n: v for n, v in kwargs.items() if n not in GIVEN}
+            return forward(*args, **given)
 
         def call(*args: Any, **kwargs: Any) -> Output:
             if self._within:
-                return forward(*args, **kwargs)
+                return through(*args, **kwargs)
             for turn in range(self.virtual):
                 with self.in_turn(turn):
-                    output = forward(*args, **kwargs)
+                    output = through(*args, **kwargs)
             return output
 
         return call
@@ -288,10 +297,10 @@ class Exit(Elsewhere):
 def cut_stage(module: nn.Module, stage: LayerStage, dtype: torch.dtype) -> None:
     """Leave of a module on the meta device a rank's stages, computed with in `dtype`, and its ends.
 
-    The first stage has the embedding, the last all else beside layers. An embedding that is the
-    head's weight as well stays on both of their ranks.
+    The first stage has the embedding and what sees, the last all else beside layers. An embedding
+    that is the head's weight as well stays on both of their ranks.
     """
-    layers = decoder_layers(module)
+    layers = text_layers(module)
     _count_routers(module, list(layers.values()), stage)
     beside, embedding = _cut_ends(module, layers, stage, dtype)
     for number, (name, layer) in enumerate(layers.items()):
@@ -339,7 +348,12 @@ def _cut_ends(
         (names[part], part)
         for part in module.modules()
         if part is not embedding and any(id(p) not in own for p in part.parameters(recurse=False))
+        if not is_tower(names[part])
     ]
+    if not stage.has_first:
+        for part, name in names.items():
+            if name.rpartition(".")[2] in TOWERS:
+                _put(module, name, Elsewhere(part))
     if not stage.has_last:
         for name, part in beside:
             _put(module, name, Elsewhere(part))

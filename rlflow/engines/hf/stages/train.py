@@ -12,6 +12,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from rlflow.batch import Batch, lengths
 from rlflow.contract.progress import advance
@@ -163,6 +164,8 @@ class StagedTrainEngine(ShardedTrainEngine):
                 if turn.back:
                     last = turn.micro + 1 == passes
                     self.model.reduce_gradients(last, once=self.reduces_last)
+                    if stage.first:
+                        self.gather_tower()
                     with nullcontext() if late is None else late.leaving():
                         under_way.pop((turn.micro, turn.turn)).backward(stage)
                     advance(turn.turn == 0, "micro-batches")
@@ -178,6 +181,15 @@ class StagedTrainEngine(ShardedTrainEngine):
         if late is not None:
             late.give()
         return total
+
+    def gather_tower(self) -> None:
+        """Make what is beside layers whole before a backward that goes on into a tower.
+
+        FSDP gathers it when the backward of its module's output begins, which is on another stage.
+        """
+        module = self.model.module
+        if self.model.sight is not None and isinstance(module, FSDPModule):
+            module.unshard()
 
     def join_gradients(self) -> None:
         """See `TrainEngine.join_gradients`: also of what the first and the last stage both hold."""

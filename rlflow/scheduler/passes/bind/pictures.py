@@ -34,7 +34,7 @@ def _unseen(instance: Instance, model: Model, shape: Shape, nodes: Sequence[Node
     if engine.own_process:
         seen = seen_in(engine.name, shape.kind, shape.sight) and instance.ep == 1
     else:
-        seen = max(instance.ep, instance.pp) == 1
+        seen = instance.ep == 1
     if seen:
         return []
     found = unshared_sight(model.path, f"{shape.kind}, {instance.layout()}")
