@@ -72,6 +72,8 @@ class Target:
     """Devices that are left of those asked for, None for all."""
     shares: tuple[tuple[str, int], ...] = ()
     """Prompts of rollouts that pools which help draw, where a placement leaves their number out."""
+    groups: bool | None = None
+    """Whether chunks are of complete groups or of rows, None for what is shorter by estimates."""
 
     @property
     def named(self) -> str:
@@ -260,6 +262,7 @@ def _compiled(
             backend=target.backend,
             optimize=target.optimize or 0.0,
             notes=declared.part.notes,
+            groups=target.groups,
         )
     except PlanError as error:
         ways: Any = {"near": near, "backend": target.backend}

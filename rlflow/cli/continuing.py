@@ -71,9 +71,9 @@ def existing_run(resume: str, run_dir: str | None, pipeline: str) -> Path:
 def in_the_same_chunks(declared: Declared, target: Target, existing: Path) -> Target:
     """The target with the chunks of the run that goes on, where they are chosen by estimates.
 
-    Another number would be as right, but sums of ragged rows would be of other bits. Steps in the
-    background are chunks whatever `stream` is; those begin no chain. So it is with the shares of
-    pools that help, which say of older rows how old they are.
+    Another number, or groups for rows, would be as right, but sums would be of other bits. Steps
+    in the background are chunks whatever `stream` is; those begin no chain. So it is with the
+    shares of pools that help, which say of older rows how old they are.
     """
     target = replace(target, shares=_shares(existing))
     _, placement = named_placement(declared.pipeline, target.placement)
@@ -82,8 +82,11 @@ def in_the_same_chunks(declared: Declared, target: Target, existing: Path) -> Ta
     if plan is None:
         return target
     begun = [action["chunk"] for action in plan["actions"] if action.get("begins")]
-    chunks = [chunk["count"] for chunk in begun if chunk is not None]
-    return replace(target, stream=str(max(chunks, default=1))) if said == "auto" else target
+    chunks = [chunk for chunk in begun if chunk is not None]
+    if chunks:
+        target = replace(target, groups=any(chunk["by"] == "groups" for chunk in chunks))
+    count = max((chunk["count"] for chunk in chunks), default=1)
+    return replace(target, stream=str(count)) if said == "auto" else target
 
 
 def _shares(existing: Path) -> tuple[tuple[str, int], ...]:

@@ -110,6 +110,7 @@ def compile_plan(
     verified: bool = True,
     optimize: float = 0.0,
     notes: Sequence[tuple[str, str]] = (),
+    groups: bool | None = None,
 ) -> Compiled:
     """Compile a graph under a placement for a cluster.
 
@@ -118,6 +119,7 @@ def compile_plan(
     of this graph and cluster no model's files are read; a plan that is not `verified` is for
     comparing, not for running. An exact solver gets `optimize` seconds to improve the order, and
     as many for it and the residency; `notes`, a rule and a text each, come first in the plan.
+    Chunks are of complete `groups` or of rows as that says, where it is None of what is shorter.
     Raises PlanError with every finding where the placement does not fit, UsageError where a model's
     files or a solver are missing, InvariantError for a bug.
     """
@@ -142,6 +144,7 @@ def compile_plan(
         costs=replace(costs, graph=graph, backend=chosen, staleness=staleness),
         optimize=optimize,
         rough=not verified,
+        groups=groups,
     )
     plan = Plan(
         graph=replace(graph, staleness=staleness),
@@ -216,11 +219,11 @@ def _in_chunks(begun: Compiled, context: Context, *, verified: bool) -> Compiled
 
     Rows where groups do not fit, or where forwards that get rows sooner make it shorter.
     """
-    by_rows = replace(context, groups=False)
-    if context.chunks == 1 or not context.groups:
+    by_groups, by_rows = replace(context, groups=True), replace(context, groups=False)
+    if context.chunks == 1 or context.groups is not None:
         return _compiled(begun, context, verified=verified)
     try:
-        made = _compiled(begun, context, verified=verified)
+        made = _compiled(begun, by_groups, verified=verified)
     except PlanError as refused:
         try:
             return _compiled(begun, by_rows, verified=verified)

@@ -18,12 +18,12 @@ from rlflow.scheduler.devices.cluster import Cluster
 class Context:
     """What the passes look things up in, and do not change.
 
-    `chunks` is into how many chunks `stream` cuts, of complete `groups` where updates then follow.
-    A `rough` plan is one of many that are
-    compared: less work is spent on its order. The layers of instances that are `kept_whole` stay so
-    from an update's forward to its backward, and gradients of those that `reduces_last` names are
-    whole until the last micro-batch, though no placement says it. Nodes that have `rooms` may need
-    so many bytes of a device, as others leave no more.
+    `chunks` is into how many chunks `stream` cuts: of complete `groups` where updates then follow,
+    of rows, or of what is estimated to be shorter where that is None. A `rough` plan is one of many
+    that are compared: less work is spent on its order. The layers of instances that are
+    `kept_whole` stay so from an update's forward to its backward, and gradients of those that
+    `reduces_last` names are whole until the last micro-batch, though no placement says it. Nodes
+    that have `rooms` may need so many bytes of a device, as others leave no more.
     """
 
     placement: Placement
@@ -31,7 +31,7 @@ class Context:
     costs: Costs
     optimize: float = 0.0
     chunks: int = 1
-    groups: bool = True
+    groups: bool | None = None
     rough: bool = False
     kept_whole: frozenset[str] = frozenset()
     reduces_last: frozenset[str] = frozenset()

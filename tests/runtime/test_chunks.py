@@ -202,5 +202,11 @@ def test_a_run_that_goes_on_keeps_the_chunks_that_estimates_chose(tmp_path, said
         json.dumps({**saved, "actions": [*saved["actions"], aside]})
     )
     target = Target(pipeline=str(PIPELINES / "grpo_arithmetic.py"), stream=said)
-    assert taken == in_the_same_chunks(declare(target), target, tmp_path).stream
+    same = in_the_same_chunks(declare(target), target, tmp_path)
+    assert (taken, False) == (same.stream, same.groups)
+    for each in saved["actions"]:
+        if each.get("chunk"):
+            each["chunk"]["by"] = "groups"
+    (tmp_path / "plan.json").write_text(json.dumps(saved))
+    assert in_the_same_chunks(declare(target), target, tmp_path).groups is True
     assert said == in_the_same_chunks(declare(target), target, tmp_path / "none").stream

@@ -12,6 +12,8 @@ import pytest
 import rlflow as rf
 from rlflow import ops
 from rlflow.errors import PlanError
+from rlflow.modelfiles.families import family_of
+from rlflow.modelfiles.layouts.stages import staging_finding
 from rlflow.modelfiles.pictures.sights import seen_in, sight_in
 from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.devices.cluster import cpu_cluster, parse_cluster
@@ -239,3 +241,11 @@ def test_the_verifier_knows_how_much_of_a_model_is_trained(layout: Any, dtype: A
     )
     told = verify(replace(plan, actions=actions), "notes")
     assert any("its targets lack" in each for each in told)
+
+
+def test_a_value_head_of_a_model_that_sees_is_on_one_stage() -> None:
+    family = family_of(json.loads((SHAPES / "config.json").read_text()))
+    assert staging_finding("m", family, 4, 2) is None
+    found = staging_finding("m", family, 4, 2, head="value")
+    assert found is not None
+    assert ("E531", 'head="value" of a model that sees pictures') == (found.code, found.got)

@@ -10,12 +10,15 @@ import rlflow as rf
 from rlflow import ops
 from rlflow.errors import PlanError
 from rlflow.graph.graph import Graph, Node
+from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.passes.stream.chains import crossing_chains
 from rlflow.scheduler.passes.stream.stream import choose_chunks
 from rlflow.scheduler.plan.plan import Action, Chunk, Plan, Timing
 from rlflow.scheduler.plan.text import plan_text
 from tests.scheduler.examples import APART, MESH, SPLIT, compiled_with, grpo, ppo
 from tests.scheduler.strategies import (
+    PLENTY,
+    cluster,
     exact,
     graph_of,
     judged,
@@ -455,6 +458,12 @@ def test_rows_go_on_one_by_one_where_forwards_that_follow_make_it_shorter():
     """The last groups would be long in coming, and few rows cost an update as much as more do."""
     plan = cut(grpo(), SPLIT, 4)
     assert {"finish"} == {a.chunk.by for a in runs(plan, "actor.rollout")}
+
+
+@pytest.mark.parametrize(("groups", "by"), [(True, "groups"), (False, "finish")])
+def test_what_a_run_began_with_is_kept_whatever_is_shorter(groups, by):
+    plan = compile_plan(grpo(), streamed(SPLIT, 4), cluster("cpu", 2, PLENTY), groups=groups).plan
+    assert {by} == {a.chunk.by for a in runs(plan, "actor.rollout")}
 
 
 def test_rows_go_on_one_by_one_where_there_are_fewer_groups_than_chunks():

@@ -75,7 +75,8 @@ def replayed(
     begin = checkpoint_before(directory, plan, iteration)
     reading = edges_read(planned, directory, iteration, starts, begin)
     if changed.get("placement") is None:
-        options["stream"] = in_the_same_chunks(planned.declared, target, run).stream
+        same = in_the_same_chunks(planned.declared, target, run)
+        options |= {"stream": same.stream, "groups": same.groups}
     asked = _Asked(
         directory=directory,
         iteration=iteration,

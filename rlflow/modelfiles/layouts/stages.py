@@ -13,9 +13,12 @@ from rlflow.modelfiles.families import Family
 
 
 def staging_finding(
-    path: str, family: Family, layers: int, pp: int, virtual: int = 1
+    path: str, family: Family, layers: int, pp: int, virtual: int = 1, *, head: str = "lm"
 ) -> Finding | None:
-    """E531 where a model cannot be cut into `pp` x `virtual` stages of whole layers; None else."""
+    """E531 where a model cannot be cut into `pp` x `virtual` stages of whole layers; None else.
+
+    Of a model that sees, the weights of a body under another `head` are not found stage by stage.
+    """
     if pp == 1 and virtual == 1:
         return None
     if pp == 1:
@@ -31,6 +34,14 @@ def staging_finding(
             code="E531",
             what=f"pp={pp}: the layers of model {path!r} cannot be cut into stages",
             got="a family whose stages were never compared with the whole model",
+            fix="rf.on(..., pp=1)",
+        )
+    if family.sees and head != "lm":
+        return Finding(
+            code="E531",
+            what=f"pp={pp}: the layers of model {path!r} cannot be cut into stages",
+            got=f'head="{head}" of a model that sees pictures',
+            expected='head="lm", or ranks by fsdp= or tp=',
             fix="rf.on(..., pp=1)",
         )
     if pp * virtual <= layers:

@@ -49,7 +49,7 @@ def stream(plan: Plan, context: Context) -> Plan:
     count = context.chunks
     if count == 1:
         return plan
-    chains = crossing_chains(plan, count, groups=context.groups)
+    chains = crossing_chains(plan, count, groups=context.groups is not False)
     if not chains:
         return plan.noting("stream", NO_CHAIN)
     findings = [finding for chain in chains for finding in _findings(plan, chain, count)]
