@@ -124,14 +124,7 @@ def compile_plan(
     files or a solver are missing, InvariantError for a bug.
     """
     placement = placement.at(cluster.count, name, cluster.kind.name)
-    if placement.num_devices() > cluster.count:
-        raise PlanError(_too_few_devices(placement, cluster, name))
-    findings = [*unknown_assignments(graph, placement), *_not_compiled(placement, name)]
-    findings += mixed_pools(placement.devices(), cluster)
-    if backend == "local":
-        findings += not_local(placement, cluster)
-    if findings:
-        raise PlanError(*findings)
+    _require_room(graph, placement, cluster, name, local=backend == "local")
     chosen: Backend = backend or ("ray" if not_local(placement, cluster) else "local")
     if costs is None:
         shapes = _checked_shapes(graph, near)
@@ -305,6 +298,20 @@ def _streamed(made: Compiled, context: Context, *, verified: bool) -> Compiled:
     chunks, why = choose_chunks(bound.plan, lambda count: planned(count).plan)
     made = made_in(chunks, context.optimize) if context.optimize else planned(chunks)
     return made.noting("stream", why)
+
+
+def _require_room(
+    graph: Graph, placement: Placement, cluster: Cluster, name: str, *, local: bool
+) -> None:
+    """Raise PlanError where a placement is not for this graph, these devices or one process."""
+    if placement.num_devices() > cluster.count:
+        raise PlanError(_too_few_devices(placement, cluster, name))
+    findings = [*unknown_assignments(graph, placement), *_not_compiled(placement, name)]
+    findings += mixed_pools(placement.devices(), cluster)
+    if local:
+        findings += not_local(placement, cluster)
+    if findings:
+        raise PlanError(*findings)
 
 
 def _not_compiled(placement: Placement, name: str) -> list[Finding]:
