@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from rlflow.errors import CheckpointError
 from rlflow.runtime.record import durable
@@ -22,6 +23,7 @@ from rlflow.runtime.record.checkpoint import (
 from rlflow.runtime.record.shards.background import Background
 from rlflow.runtime.record.shards.places import (
     SavedPiece,
+    StoredFile,
     assign_writers,
     parse_piece,
     slices_within,
@@ -177,6 +179,20 @@ def test_only_the_bytes_that_a_rank_needs_are_read(tmp_path):
     assert torch.equal(weights(1)["embed"][:, :2], column)
     assert torch.equal(weights(1)["embed"][3:5], row)
     assert [6 * 2, 6 * 2, 2 * 6] == read
+
+
+def test_a_tensor_without_elements_reads_back(tmp_path):
+    """Rows in flight that have no token yet are a field of no elements."""
+    saved = {
+        "tokens": torch.zeros(0, dtype=torch.int32),
+        "columns": torch.zeros(3, 0, dtype=torch.bfloat16),
+    }
+    save_file(saved, tmp_path / "rows.safetensors")
+    with open_component([StoredFile(path=tmp_path / "rows.safetensors", pieces={})]) as read:
+        for name, tensor in saved.items():
+            assert tensor.shape == read[name][...].shape
+            assert tensor.dtype == read[name][...].dtype
+        assert (2, 0) == read["columns"][1:3, :].shape
 
 
 def test_a_missing_piece_is_an_error_and_not_memory_that_nobody_filled(tmp_path):
