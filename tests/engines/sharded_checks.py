@@ -108,7 +108,8 @@ def pair(
     model = load_sharded(path, **apart, trained=True, **shared)
     engine = ShardedTrainEngine if pp == 1 else StagedTrainEngine
     sharded = engine(model, spec, micro_tokens=micro_tokens, chunk_bytes=chunk_bytes)
-    sharded.schedule = schedule
+    if pp > 1:
+        sharded.follow(schedule)
     model = load_model(path, **shared)
     if dtype == torch.float64:
         exact(model.module)
@@ -277,10 +278,11 @@ def compiled_alike(rank, path, shape):
     return check_equal(rank, path, shape, limit=1e-5, compiled=True, recompute=1)
 
 
-def two_halves(rank, path):
+def two_halves(rank, path, shape=(2, 1, 1)):
     """Operations of a backward, and of its halves; whether their gradients are the same."""
-    _, engine = pair(path, (2, 1, 1))
+    _, engine = pair(path, shape)
     batch, asked = rows(n=4), WantedOutputs(KINDS["lm"], 0.8)
+    late = LateWeights(engine.model)
 
     def counted(work):
         with FlopCounterMode(display=False) as counter:
@@ -290,7 +292,6 @@ def two_halves(rank, path):
     whole = counted(engine.forwarded(batch, weighted(batch), asked).backward)
     expected = {name: g.clone() for name, g in engine.optimizer.gradients().items()}
     engine.optimizer.zero_grad()
-    late = LateWeights(engine.model)
     forwarded = engine.forwarded(batch, weighted(batch), asked)
     with late.leaving():
         first = counted(forwarded.backward)

@@ -22,12 +22,14 @@ def engine_of(pp):
     return ShardedTrainEngine if pp == 1 else StagedTrainEngine
 
 
-def replay_equal(rank, path, shape, pp=1, stages=()):
+def replay_equal(rank, path, shape, pp=1, stages=(), schedule="1f1b"):
     """Ranks that replay experts, which are none's own choice, compute what one rank does."""
     shared = {"dtype": torch.float32, "device": "cpu"}
     apart = {**meshes(shape, pp), "stages": stages}
     model = load_sharded(path, **apart, trained=True, recompute=True, **shared)
     sharded = engine_of(pp)(model, Spec(), micro_tokens=20)
+    if pp > 1:
+        sharded.follow(schedule)
     one = TrainEngine(load_model(path, **shared), Spec(), micro_tokens=None)
     batch = rows(n=4)
     told = one.forward(batch, outputs=(PROMPTS, RESPONSES), temperature=1.0)
@@ -55,11 +57,13 @@ def replay_equal(rank, path, shape, pp=1, stages=()):
     return True
 
 
-def check_equal(rank, path, shape, router, pp=1, stages=()):
+def check_equal(rank, path, shape, router, pp=1, stages=(), schedule="1f1b"):
     """Gradients and metrics of ranks, cut unevenly, are those of one rank with all rows at once."""
     shared = {"dtype": torch.float32, "device": "cpu"}
     model = load_sharded(path, **meshes(shape, pp), stages=stages, trained=True, **shared)
     sharded = engine_of(pp)(model, Spec(), micro_tokens=20, router=router)
+    if pp > 1:
+        sharded.follow(schedule)
     one = TrainEngine(load_model(path, **shared), Spec(), micro_tokens=None, router=router)
     batch = rows(n=4)
     mine = select_rows(batch, own_rows(sharded, len(batch), uneven=True))

@@ -72,6 +72,43 @@ def test_no_rounding_is_between_one_rank_and_two_with_parts_of_layers(mixture, w
     assert all(world(2).run(sharded_checks.with_exact_layers, mixture("qwen3_moe"), TP, options))
 
 
+SPLIT = {"schedule": "zero-bubble", "stages": (2, 2), "micro_tokens": 20, "pp": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        pytest.param((1, 1, 1), {}, id="whole"),
+        pytest.param((1, 1, 1), {"recompute": True, "micro_tokens": 12}, id="recompute"),
+        pytest.param((1, 1, 1), {"hosts_activations": True}, id="hosting"),
+        pytest.param(FSDP, {"uneven": True}, id="fsdp"),
+        pytest.param((2, 1, 1), {"recompute": 1}, id="dp"),
+        pytest.param(EP, {"uneven": True, "recompute": True}, id="ep"),
+        pytest.param(TP, {}, id="tp"),
+        pytest.param((1, 2, 1, 1, 2), {}, id="cp"),
+    ],
+)
+def test_experts_leave_gradients_of_their_weights_for_later(shape, options, world, tmp_path):
+    """Backwards in two halves; dense layers and mixtures in turns."""
+    path = mixtures.save_mixture("qwen3_moe", tmp_path, num_hidden_layers=4, mlp_only_layers=[2])
+    ranks = 2 * shape[0] * shape[1] * shape[2]
+    args = (path, shape, {**SPLIT, **options})
+    assert all(world(ranks).run(sharded_checks.with_exact_layers, *args))
+
+
+def test_two_halves_of_a_mixtures_backward_are_one(mixture, world):
+    """Nothing is computed twice; experts' products with their weights are in the second half."""
+    layer = 32 * 8 * (4 + 2 + 2 + 4) + 2 * 3 * 32 * 24  # Attention, and two experts of a token.
+    for shape in ((2, 1, 1), EP):
+        found = world(2).run(sharded_checks.two_halves, mixture("qwen3_moe"), shape)
+        assert all(same for *_, same in found)
+        assert all(whole == first + second for whole, first, second, _ in found)
+        second = sum(second for _, _, second, _ in found)
+        assert second % (2 * 2 * layer) == 0
+        assert 0.4 < second / sum(whole for whole, *_ in found) < 0.5
+
+
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
 def test_the_parts_of_ranks_add_up_to_what_a_layer_of_experts_computes(family, mixture):
     model = transformers.AutoModelForCausalLM.from_pretrained(mixture(family))

@@ -192,6 +192,19 @@ def test_statistics_are_of_all_stages_where_a_rank_has_several(mixture, world, t
     assert all(world(2).run(sharded_routers.check_equal, *biased, 2, stages))
 
 
+@pytest.mark.slow
+def test_statistics_are_of_all_stages_where_backwards_are_in_two_halves(mixture, world):
+    router, split = Routed(balance_coef=0.3, z_coef=0.1), (2, (), "zero-bubble")
+    path = mixture("qwen3_moe")
+
+    assert all(world(2).run(sharded_routers.check_equal, path, (1, 1, 1), router, *split))
+    for shape in (EP, TP):
+        assert all(world(4).run(sharded_routers.check_equal, path, shape, router, *split))
+    args = (mixture("ernie4_5_moe"), (1, 1, 1), Routed(bias_rate=0.01), *split)
+    assert all(world(2).run(sharded_routers.check_equal, *args))
+    assert all(world(2).run(sharded_routers.replay_equal, path, (1, 1, 1), *split))
+
+
 def test_a_balance_loss_brings_experts_into_balance(mixture):
     path, batch = mixture("qwen3_moe", num_experts=8, num_experts_per_tok=1), rows()
     trained = engine(path, Routed(balance_coef=1.0))

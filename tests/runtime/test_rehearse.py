@@ -352,6 +352,8 @@ def grpo_of(config: dict[str, Any], folder: Path, devices: int, on: str) -> Targ
         ("ep=4", [0]),
         ("ep=8, recompute=True", [0]),
         ("pp=2, ep=4", [0, 4]),
+        ('pp=2, schedule="zero-bubble"', [0, 4]),
+        ('pp=4, ep=2, schedule="zero-bubble"', [0, 2, 6]),
         ("tp=2", [0]),
         ("ep=2, tp=2", [0]),
     ],

@@ -23,7 +23,7 @@ def length(response: str) -> float:
 
 
 @cache
-def planned(model: str = "shape:qwen2.5-7b", **on: Any) -> Plan:
+def planned(model: str = "shape:qwen2.5-7b", kind: str = "h100", **on: Any) -> Plan:
     """A GRPO update and a rollout on eight GPUs."""
 
     def declared() -> None:
@@ -34,7 +34,7 @@ def planned(model: str = "shape:qwen2.5-7b", **on: Any) -> Plan:
         ops.update(actor, samples, advantages, loss=rf.PolicyLoss())
 
     where = rf.Placement(pools={"all": 8}, assign={"*": rf.on("all", **on)})
-    cluster = Cluster(kind=KINDS["h100"], count=8)
+    cluster = Cluster(kind=KINDS[kind], count=8)
     return compile_plan(graph_of(declared, "stages"), where, cluster).plan
 
 
@@ -75,7 +75,8 @@ def test_a_plan_with_several_is_read_back(tmp_path: Path) -> None:
 
 def test_mixtures_have_several_as_well() -> None:
     model = "shape:qwen3-30b-a3b"
-    one, two = (planned(model, pp=2, ep=4, micro=4096, virtual=v) for v in (1, 2))
+    on = {"pp": 2, "ep": 4, "micro": 4096, "gradient_sync": "each"}
+    one, two = (planned(model, **on, virtual=v) for v in (1, 2))
     trained = two.trained_instance("actor")
     assert "pp=2 virtual=2 fsdp=4 ep=4" in trained.layout()
     assert [2, 2] == [len(runs) for runs in trained.runs]

@@ -69,8 +69,9 @@ def splitting_finding(
         got, expected = "pp=1", "pp=2 at least"
     elif virtual > 1:
         got, expected = f"virtual={virtual}", "one stage on each rank"
-    elif family is not None and family.experts != "none":
-        got, expected = "experts, whose gradients are not left for later", "a dense model"
+    elif family is not None and family.experts != "none" and not family.dispatched:
+        got = "a family of mixtures whose experts compute otherwise, or were never compared"
+        expected = "a dense model, or a mixture that takes ep="
         fix = f"rf.on(..., pp={pp})"
     elif not once:
         got, expected = 'gradient_sync="each"', "gradients of weights that are summed once"

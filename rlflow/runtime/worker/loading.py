@@ -159,7 +159,7 @@ def _sharded(
     engine = ShardedTrainEngine if instance.pp == 1 else StagedTrainEngine
     train = engine(model, optimizer, micro_tokens=micro, visiting=visiting, router=router)
     if isinstance(train, StagedTrainEngine):
-        train.schedule = instance.schedule
+        train.follow(instance.schedule)
     train.reduces_last = instance.reduces_last
     return model, train, ShardedRollout(model, rows_at_once=instance.rows_at_once)
 

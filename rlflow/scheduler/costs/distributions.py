@@ -110,7 +110,7 @@ def holds(node: Node, roof: Roofline, load: Load, *, recompute: Recompute) -> Ho
 
 
 def beside_gradients(
-    found: Holds, instance: Instance, roof: Roofline, load: Load, size: int
+    found: Holds, instance: Instance, roof: Roofline, load: Load, size: int, whole: int
 ) -> Holds:
     """What an update holds beside `size` bytes of gradients, the largest first.
 
@@ -120,12 +120,12 @@ def beside_gradients(
     finds the gradients of the first; of two, it has the rows that are left. Of layers that come
     from the host there are as many at any time, and so there are of micro-batches that pass through
     stages. Gradients that wait for the last micro-batch are
-    whole, not a rank's share of them.
+    not a rank's share of them but `whole`, which takes so many bytes more.
     """
     tokens = math.ceil(load.prompts) * load.prompt + math.ceil(load.rows) * load.lengths.longest
     most = roof.pass_tokens(load)
     left = tokens - most + (load.longest_row if tokens > most else 0)
-    waiting = size * (instance.shards - 1) if instance.reduces_last and tokens > most else 0
+    waiting = whole if instance.reduces_last and tokens > most else 0
     held = dict(found) | ({WAITING: waiting} if waiting else {})
     if not instance.sharded or left >= most or roof.hosts_activations or instance.pp > 1:
         return tuple(sorted(held.items(), key=lambda part: -part[1])) if waiting else found

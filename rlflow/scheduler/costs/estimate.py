@@ -199,7 +199,8 @@ class Costs(ExpectedRows):
         found = holds(node, roof, most_dealt(node, load), recompute=instance.recomputes)
         if node.op.use == "train":
             size = self.gradients(instance) or 0
-            found = beside_gradients(found, instance, roof, load, size)
+            whole = self.waiting(instance)
+            found = beside_gradients(found, instance, roof, load, size, whole)
             why = ORTHOGONAL if self.matrices(instance) else VISITING
             found = at_least(found, self.visiting(instance), why)
         drafter, name = None, instance.engine_plan.drafter_of(node)

@@ -106,6 +106,20 @@ class Sizes:
         """Bytes of gradients on each device, and of their sums where those lie beside."""
         return self._state(instance, "gradients", "gradient sums")
 
+    def waiting(self, instance: Instance) -> int:
+        """Bytes that gradients take beside a rank's share of them, while they are whole.
+
+        Of experts that lie apart they are whole over the ranks that have the same ones.
+        """
+        size, sizes = self.gradients(instance) or 0, self._trained(instance)
+        if instance.ep == 1 or sizes is None:
+            return size * (instance.shards - 1)
+        each = self._state_bytes(instance)
+        count = parameters_per_rank(instance, {"experts": sizes["experts"]}, self.stage)
+        experts = count * (each.get("gradients", 0) + each.get("gradient sums", 0))
+        same = instance.shards // instance.ep
+        return (size - experts) * (instance.shards - 1) + experts * (same - 1)
+
     def moments(self, instance: Instance) -> int | None:
         """Bytes of an optimizer's moments on each device, and of master weights beside lower ones.
 

@@ -71,9 +71,12 @@ class LayerBytes:
     def for_weights(self) -> float:
         """Bytes of a token that one layer's gradients of weights are made of.
 
-        Inputs and gradients of outputs of its products, whole on ranks that share the sequence.
+        Inputs and gradients of outputs of its products, whole on ranks that share the sequence; not
+        the unit of an expert's gate, nor what routers read.
         """
-        return self.passing + 2 * (self.shape.hidden - self.between) * self.size
+        experts = Experts(shape=self.shape, tp=self.ranks, ep=self.ep)
+        whole = 2 * (self.shape.hidden - self.between)
+        return self.passing + (whole - experts.units) * self.size
 
     @property
     def attended(self) -> float:

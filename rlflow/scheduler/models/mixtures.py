@@ -64,9 +64,14 @@ class Experts:
         The hidden states that its experts read, and those that they make; the unit of the gate,
         which is not computed again; and what the fullest rank has more.
         """
-        own = 2 * self.shape.hidden + self.width
+        own = 2 * self.shape.hidden
         more = (self.uneven - 1) * (own + 3 * self.width)
-        return self.shape.chosen * (own + more) / self.tp
+        return self.shape.chosen * (own + more) / self.tp + self.units
+
+    @property
+    def units(self) -> float:
+        """Numbers among them of the units of gates."""
+        return self.shape.chosen * self.width * self.uneven / self.tp
 
     def rows(self, tokens: float) -> float:
         """Rows of the product of one expert, in the mean, where each rank has so many tokens."""

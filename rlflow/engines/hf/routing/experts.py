@@ -9,7 +9,7 @@ This file knows no router: which experts a token has chosen, and their weights, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from torch import Tensor
 
 # What torch has a grouped product for.
 GROUPED = {torch.float32, torch.bfloat16, torch.float16}
+# What may take the gradient of runs and those runs, of which a weight's gradient is made.
+LateRuns = Callable[[Tensor, Tensor, Tensor], bool]
 
 
 def own_experts(layer: Any, first: int, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -27,10 +29,18 @@ def own_experts(layer: Any, first: int, x: Tensor, chosen: Tensor, weights: Tens
     those from `first` on, stacked: gate and up `[experts, 2 width, size]`, down
     `[experts, size, width]`. A token that chose none of them has zeros.
     """
-    k = chosen.shape[1]
     order, sizes = sorted_pairs(chosen, first, len(layer.gate_up_proj))
-    pairs = order[: pairs_here(layer, chosen, sizes)]
-    made = expert_products(layer, x[pairs // k], sizes)
+    return of_pairs(layer, x, order[: pairs_here(layer, chosen, sizes)], sizes, weights)
+
+
+def all_experts(layer: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """The same of a layer that has all experts; the host waits for nothing."""
+    return of_pairs(layer, x, *sorted_pairs(chosen, 0, len(layer.gate_up_proj)), weights)
+
+
+def of_pairs(layer: Any, x: Tensor, pairs: Tensor, sizes: Tensor, weights: Tensor) -> Tensor:
+    """What experts add to tokens `x`, of `pairs` sorted by expert, so many `sizes` of each."""
+    made = expert_products(layer, x[pairs // weights.shape[1]], sizes)
     added: Tensor = AddedUp.apply(made, weights, pairs)  # type: ignore[no-untyped-call]
     return added
 
@@ -101,9 +111,46 @@ def pairs_of_ranks(
 
 
 def expert_products(layer: Any, rows: Tensor, sizes: Tensor) -> Tensor:
-    """Runs of `rows [rows, size]`, of int64 lengths `sizes [experts]`, each by its expert."""
-    gate, up = grouped_product(rows, layer.gate_up_proj, sizes).chunk(2, -1)
-    return grouped_product(layer.act_fn(gate) * up, layer.down_proj, sizes)
+    """Runs of `rows [rows, size]`, of int64 lengths `sizes [experts]`, each by its expert.
+
+    A layer may have what is `late` for its stacks, by their names.
+    """
+    late: dict[str, LateRuns] = getattr(layer, "late", {})
+
+    def product(rows: Tensor, stack: str) -> Tensor:
+        weight: Tensor = getattr(layer, stack)
+        if stack not in late or not torch.is_grad_enabled():
+            return grouped_product(rows, weight, sizes)
+        held = weight.detach()
+        made: Tensor = SplitProduct.apply(rows, held, sizes, late[stack], weight)  # type: ignore[no-untyped-call]
+        return made
+
+    gate, up = product(rows, "gate_up_proj").chunk(2, -1)
+    return product(layer.act_fn(gate) * up, "down_proj")
+
+
+class SplitProduct(torch.autograd.Function):
+    """A `grouped_product`, of which the gradient of the weight may be left for later."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, held: Tensor, sizes: Tensor, late: LateRuns, weight: Tensor
+    ) -> Tensor:
+        """As `grouped_product` has it, of the `weight` that is `held` without gradient."""
+        ctx.late = late
+        ctx.save_for_backward(rows, held, sizes)
+        return grouped_product(rows, held, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Of the rows at once; of the weight unless that is left."""
+        rows, held, sizes = ctx.saved_tensors
+        grad = grad.contiguous()
+        of_rows = None
+        if ctx.needs_input_grad[0]:
+            of_rows = grouped_product(grad, held.transpose(1, 2), sizes)
+        left = ctx.late(grad, rows, sizes)
+        return of_rows, None, None, None, None if left else grouped_outer(grad, rows, sizes)
 
 
 def grouped_product(rows: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
@@ -111,12 +158,32 @@ def grouped_product(rows: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
 
     `sizes` int64 `[runs]` are their lengths, which may be 0.
     """
-    grouped = getattr(torch.nn.functional, "grouped_mm", None)
-    if grouped is None or rows.device.type == "cpu" or rows.dtype not in GROUPED or not len(rows):
+    if not has_grouped(rows):
         parts = zip(torch.split(rows, sizes.tolist()), weight.unbind(), strict=True)
         return torch.cat([part @ one.T for part, one in parts])
-    ends = sizes.cumsum(0).to(torch.int32)
-    made: Tensor = grouped(rows, weight.transpose(1, 2), offs=ends)
+    return grouped_mm(rows, weight.transpose(1, 2), sizes)
+
+
+def grouped_outer(left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
+    """`left.T @ right` of each run of `left [rows, out]` and `right [rows, in]`, of such lengths.
+
+    `[runs, out, in]`, zeros of a run without rows: the gradient of a `grouped_product`'s weight.
+    """
+    if not has_grouped(left):
+        parts = zip(*(torch.split(each, sizes.tolist()) for each in (left, right)), strict=True)
+        return torch.stack([one.T @ other for one, other in parts])
+    return grouped_mm(left.T, right, sizes)
+
+
+def has_grouped(rows: Tensor) -> bool:
+    """Whether torch has one product for all runs of rows; on a CPU it would loop as well."""
+    known = hasattr(torch.nn.functional, "grouped_mm") and rows.dtype in GROUPED
+    return known and rows.device.type != "cpu" and len(rows) > 0
+
+
+def grouped_mm(left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
+    """The grouped product of torch, of runs of so many rows, or of as many columns and rows."""
+    made: Tensor = torch.nn.functional.grouped_mm(left, right, offs=sizes.cumsum(0).to(torch.int32))
     return made
 
 

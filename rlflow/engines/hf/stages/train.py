@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -60,17 +59,17 @@ class StagedTrainEngine(ShardedTrainEngine):
     """Computes with the stages of `model`; results are those of one rank with all rows and layers.
 
     Ranks of all stages call `forward` and `step` with the rows of their row part. Losses and
-    outputs are made by the last stage, and told to the others. Its `schedule` is when ranks do
-    what, as a placement says it.
+    outputs are made by the last stage, and told to the others. Backwards are in halves where it
+    `splits` them, of which some is `late`; those of a first stage are whole.
     """
 
-    schedule: Schedule = "1f1b"
+    splits = False
+    late: LateWeights | None = None
 
-    @cached_property
-    def late(self) -> LateWeights | None:
-        """What backwards leave; None where they are whole, as those of a first stage are."""
-        split = self.schedule == "zero-bubble" and not self.stage.has_first
-        return LateWeights(self.model) if split else None
+    def follow(self, schedule: Schedule) -> None:
+        """Say when ranks do what, as a placement says it; called before the first forward."""
+        self.splits = schedule == "zero-bubble"
+        self.late = LateWeights(self.model) if self.splits and not self.stage.has_first else None
 
     @property
     def stage(self) -> LayerStage:
@@ -155,8 +154,8 @@ class StagedTrainEngine(ShardedTrainEngine):
         stage, total = self.stage, dict[str, Tensor]()
         begun: list[tuple[Batch, bool]] = []
         under_way: dict[tuple[int, int], UnderWay] = {}
-        split, late = self.schedule == "zero-bubble", self.late
-        for turn in turns(passes, stage.place, stage.count, stage.virtual, split=split):
+        late = self.late
+        for turn in turns(passes, stage.place, stage.count, stage.virtual, split=self.splits):
             if late is not None and turn.way == "weights":
                 late.add()
                 continue

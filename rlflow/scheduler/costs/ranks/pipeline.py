@@ -76,10 +76,12 @@ def of_stages(roof: Roofline, seconds: Callable[[Roofline], float]) -> list[floa
 def late(stage: Roofline, load: Load) -> float:
     """Seconds of an update's products that make gradients of a stage's weights, but the head's.
 
-    As many operations as those weights take in a forward.
+    As many operations as those weights take in a forward, with what products of experts wait for.
+    What tokens take to other ranks and back is no part of it.
     """
     tokens = stage.ending(load)[0]
-    return stage.computed(tokens, 0, 0) / stage.filled(min(tokens, float(stage.micro_tokens)))
+    computed = stage.computed(tokens, 0, 0) + stage.waited(tokens)
+    return computed / stage.filled(min(tokens, float(stage.micro_tokens)))
 
 
 def hop_bytes(roof: Roofline, tokens: float) -> float:
