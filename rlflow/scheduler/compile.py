@@ -46,6 +46,7 @@ from rlflow.scheduler.passes.residency import residency
 from rlflow.scheduler.passes.rewrite import rewrite
 from rlflow.scheduler.passes.rewrite.overlap import rewards_beside
 from rlflow.scheduler.passes.staleness import allowed, note_turns, stamp
+from rlflow.scheduler.passes.stream.reasons import groups_do_not_fit, rows_are_shorter
 from rlflow.scheduler.passes.stream.stream import choose_chunks, stream
 from rlflow.scheduler.passes.too_large import rooms_left
 from rlflow.scheduler.passes.transfer import transfer
@@ -219,9 +220,10 @@ def _in_chunks(begun: Compiled, context: Context, *, verified: bool) -> Compiled
         made = _compiled(begun, by_groups, verified=verified)
     except PlanError as refused:
         try:
-            return _compiled(begun, by_rows, verified=verified)
+            made = _compiled(begun, by_rows, verified=verified)
         except PlanError:
             raise refused from None
+        return made.noting("stream", groups_do_not_fit(refused.findings[0].what))
     followed = any(a.chunk is not None and a.chunk.by == "groups" for a in made.plan.actions)
     if not followed or context.rough:
         return made
@@ -229,7 +231,8 @@ def _in_chunks(begun: Compiled, context: Context, *, verified: bool) -> Compiled
         other = _compiled(begun, by_rows, verified=verified)
     except PlanError:
         return made
-    return other if estimated_period(other.plan) < estimated_period(made.plan) else made
+    rows, groups = estimated_period(other.plan), estimated_period(made.plan)
+    return other.noting("stream", rows_are_shorter(rows, groups)) if rows < groups else made
 
 
 def _noting_graph(plan: Plan, notes: Sequence[tuple[str, str]], near: Path | None) -> Plan:

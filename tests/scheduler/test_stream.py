@@ -14,7 +14,7 @@ from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.passes.stream.chains import crossing_chains
 from rlflow.scheduler.passes.stream.stream import choose_chunks
 from rlflow.scheduler.plan.plan import Action, Chunk, Plan, Timing
-from rlflow.scheduler.plan.text import plan_text
+from rlflow.scheduler.plan.text import duration, plan_text
 from tests.scheduler.examples import APART, MESH, SPLIT, compiled_with, grpo, ppo
 from tests.scheduler.strategies import (
     PLENTY,
@@ -411,8 +411,8 @@ def test_one_step_adds_up_gradients_of_groups_as_they_are_complete():
     assert plan.timing.period < whole.timing.period
 
 
-def rows_first(loss: rf.PolicyLoss, **options: object) -> set[str]:
-    """By what a plan's rollout is cut whose update has such a loss, or options."""
+def rows_first(loss: rf.PolicyLoss, **options: object) -> tuple[set[str], str]:
+    """By what a plan's rollout is cut whose update has such a loss, or options; and why."""
 
     def declare() -> None:
         actor = rf.Model("actor", "models/mid", optimizer=rf.AdamW(lr=1e-3))
@@ -423,7 +423,8 @@ def rows_first(loss: rf.PolicyLoss, **options: object) -> set[str]:
         ops.update(actor, samples, adv, loss=loss, **options)
 
     plan = cut(graph_of(declare), SPLIT_ACTOR, 4)
-    return {a.chunk.by for a in runs(plan, "actor.rollout") if a.chunk is not None}
+    by = {a.chunk.by for a in runs(plan, "actor.rollout") if a.chunk is not None}
+    return by, notes(plan)
 
 
 SPLIT_ACTOR = rf.Placement(
@@ -432,16 +433,23 @@ SPLIT_ACTOR = rf.Placement(
 
 
 @pytest.mark.parametrize(
-    ("loss", "options"),
+    ("loss", "options", "why"),
     [
-        (rf.PolicyLoss(top_entropy=0.2), {}),
-        (rf.PolicyLoss(), {"mini_batches": 2}),
-        (rf.PolicyLoss(), {"epochs": 2}),
+        (rf.PolicyLoss(top_entropy=0.2), {}, "chooses or averages over all rows before its step"),
+        (rf.PolicyLoss(), {"mini_batches": 2}, "makes 2 steps, each of rows drawn from all"),
+        (rf.PolicyLoss(), {"epochs": 2}, "goes over its rows in 2 epochs"),
     ],
 )
-def test_what_needs_all_rows_waits_for_them(loss, options):
-    assert {"finish"} == rows_first(loss, **options)
-    assert {"groups"} == rows_first(rf.PolicyLoss())
+def test_what_needs_all_rows_waits_for_them(loss, options, why):
+    by, said = rows_first(loss, **options)
+    assert {"finish"} == by
+    assert said.endswith(f"instead of complete groups: actor.update {why}")
+
+
+def test_nothing_is_to_be_told_where_groups_go_on():
+    by, said = rows_first(rf.PolicyLoss())
+    assert {"groups"} == by
+    assert "instead of complete groups" not in said
 
 
 def test_an_update_on_the_rollouts_own_devices_waits():
@@ -494,3 +502,72 @@ def test_chains_that_cross_are_found():
         (chain,) = crossing_chains(bound(ppo(ignore_eos=ignore_eos), APART), 2)
         assert ("actor.rollout", 8, 8) == (chain.root.name, chain.prompts, chain.rows)
         assert by == chain.by
+
+
+def batch_scored() -> Graph:
+    """GRPO whose update reads what an op of the whole batch makes."""
+
+    def declare() -> None:
+        actor = rf.Model("actor", "models/mid", optimizer=rf.AdamW(lr=1e-3))
+        prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=8)
+        samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8)
+        reward = ops.reward(exact, samples)
+        adv = ops.advantage(
+            "grpo", samples, judged("whole", "batch", "", "pad")(reward).rename(reward="whole")
+        )
+        ops.update(actor, samples, adv, loss=rf.PolicyLoss("ppo_clip"))
+
+    return graph_of(declare)
+
+
+COLOCATED = rf.Placement(
+    pools={"all": 1, "look": 1}, assign={"*": rf.on("all"), "ref": rf.on("look")}
+)
+BY_ROWS = "actor.rollout hands on rows in order of their end instead of complete groups: "
+
+
+@pytest.mark.parametrize(
+    ("graph", "placement", "count", "why"),
+    [
+        (
+            grpo(steps=2),
+            SPLIT,
+            4,
+            BY_ROWS + "actor.update makes 2 steps, which 4 chunks do not share out evenly",
+        ),
+        (
+            grpo(),
+            COLOCATED,
+            2,
+            BY_ROWS + "actor.update has 1 device of the rollout, and could not run beside it",
+        ),
+        (grpo(), SPLIT, 9, BY_ROWS + "there are fewer groups than 9 chunks"),
+        (
+            grpo(ignore_eos=True),
+            SPLIT,
+            2,
+            "actor.rollout hands on prompts, decoded chunk by chunk, instead of complete groups: "
+            "all responses end together (ignore_eos=True)",
+        ),
+    ],
+)
+def test_a_plan_says_why_no_groups_are_handed_on(graph, placement, count, why):
+    plan = cut(graph, placement, count)
+    assert why == notes(plan)
+    assert f"  stream: {why}\n" in plan_text(plan)
+
+
+def test_a_plan_says_what_between_rollout_and_update_takes_all_rows():
+    plan = cut(batch_scored(), SPLIT_ACTOR, 2)
+    assert BY_ROWS + "actor.update reads whole of all rows" in notes(plan)
+
+
+def test_a_plan_says_the_seconds_of_rows_and_of_groups():
+    told = compile_plan(grpo(), streamed(SPLIT, 4), cluster("cpu", 2, PLENTY)).plan
+    rows, groups = (
+        compile_plan(grpo(), streamed(SPLIT, 4), cluster("cpu", 2, PLENTY), groups=by).plan
+        for by in (False, True)
+    )
+    assert rows.timing.period < groups.timing.period
+    both = f"{duration(rows.timing.period)} an iteration by estimate, "
+    assert both + duration(groups.timing.period) in notes(told)

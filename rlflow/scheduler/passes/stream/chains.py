@@ -122,20 +122,20 @@ def _ways(
         added = frozenset(
             node.name
             for node in graph.nodes
-            if groups and adds_gradients(plan, node) and _apart(runs[node.name], run)
+            if groups and adds_gradients(plan, node) and apart(runs[node.name], run)
         )
-        whole = added and _in_whole_groups(graph, root, run, count)
+        whole = added and whole_groups(graph, root, run, count)
         found[root.name] = _Followed("groups", added) if whole else _Followed("finish")
     return found
 
 
-def _apart(update: Action, rollout: Action) -> bool:
+def apart(update: Action, rollout: Action) -> bool:
     """Whether an update could run beside a rollout, and a chunk's rows lie as any rows do."""
     usual = update.takes is not None and update.takes.rule in RULES
     return usual and set(update.devices).isdisjoint(rollout.devices)
 
 
-def _in_whole_groups(graph: Graph, root: Node, run: Action, count: int) -> bool:
+def whole_groups(graph: Graph, root: Node, run: Action, count: int) -> bool:
     """Whether so many chunks have groups: a rank has all samples of the prompts that it reads."""
     prompts, rows = num_prompts(graph, root), most_rows(graph, root)
     pieces = 1 if run.takes is None else run.takes.pieces
@@ -182,6 +182,11 @@ def _follows(node: Node, way: _Followed, run: Action) -> bool:
     if way.by == "prompts":
         return True
     return node.op.per in _PER[way.by] and _any_rows(node, run)
+
+
+def follows_groups(node: Node, run: Action) -> bool:
+    """Whether an op works on the groups of a rollout as they are complete, whatever they are."""
+    return _cuttable(node) and node.op.per in _PER["groups"] and _any_rows(node, run)
 
 
 _PER: Mapping[By, Collection[str]] = {"finish": ("row",), "groups": ("row", "group")}

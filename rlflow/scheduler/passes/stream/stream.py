@@ -32,6 +32,7 @@ from rlflow.scheduler.engines.engines import own_pools
 from rlflow.scheduler.observed import work_parts
 from rlflow.scheduler.passes.bind.row_checks import nearest_divisors, uneven_chunks
 from rlflow.scheduler.passes.stream.chains import Chain, crossing_chains
+from rlflow.scheduler.passes.stream.reasons import chunks_of_rows
 from rlflow.scheduler.plan.plan import Action, Chunk, Cost, Dep, Part, Plan, Reason
 from rlflow.scheduler.plan.text import duration
 
@@ -64,7 +65,11 @@ def stream(plan: Plan, context: Context) -> Plan:
         else:
             actions.append(_after_all(action, cut, count))
     caches = tuple(_cache(plan, chain, context) for chain in chains if chain.by != "prompts")
+    told = chains if context.groups is not False else ()
+    reasons = [chunks_of_rows(plan, chain, count) for chain in told]
     plan = replace(plan, actions=tuple(actions), parts=(*plan.parts, *caches))
+    for text in filter(None, reasons):
+        plan = plan.noting("stream", text)
     return own_pools(_keeping_gradients(plan, cut))
 
 
