@@ -122,14 +122,14 @@ def _ways(
         added = frozenset(
             node.name
             for node in graph.nodes
-            if groups and adds_gradients(plan, node) and apart(runs[node.name], run)
+            if groups and adds_gradients(plan, node) and runs_apart(runs[node.name], run)
         )
         whole = added and whole_groups(graph, root, run, count)
         found[root.name] = _Followed("groups", added) if whole else _Followed("finish")
     return found
 
 
-def apart(update: Action, rollout: Action) -> bool:
+def runs_apart(update: Action, rollout: Action) -> bool:
     """Whether an update could run beside a rollout, and a chunk's rows lie as any rows do."""
     usual = update.takes is not None and update.takes.rule in RULES
     return usual and set(update.devices).isdisjoint(rollout.devices)

@@ -15,8 +15,8 @@ from rlflow.graph.user.dispatch import RULES
 from rlflow.scheduler.passes.stream.chains import (
     Chain,
     adds_gradients,
-    apart,
     follows_groups,
+    runs_apart,
     whole_groups,
 )
 from rlflow.scheduler.plan.plan import Action, Plan
@@ -75,7 +75,7 @@ def _of_updates(plan: Plan, chain: Chain, count: int) -> Iterator[str]:
     for node in _learning_from(plan.graph, root):
         if not adds_gradients(plan, node):
             yield f"{node.name} {_not_adding(plan.graph, node, count)}"
-        elif not apart(runs[node.name], runs[root.name]):
+        elif not runs_apart(runs[node.name], runs[root.name]):
             yield f"{node.name} {_not_apart(runs[node.name], runs[root.name])}"
         elif not whole_groups(plan.graph, root, runs[root.name], count):
             yield _too_few(plan.graph, root, runs[root.name], count)
