@@ -1,15 +1,15 @@
 """What rollouts that never drain gain on two pools of one core, and what was predicted of it.
 
 Each side trains the same pipeline, whose responses have drawn lengths with a long tail. Seconds are
-the processor's: each action is counted by the thread that does it, and the executor plays the
-plan again with those on a virtual clock. So two cores of their own are told from a machine that is
-shared. Seconds of the clock on the wall stand beside them: of the same run, whose pools are threads
-of one process and share its interpreter, and of one on Ray, where each is a process. Sides take
+the processor's: each action is counted by the thread that does it, while no other runs in its
+process, and the executor plays the plan again with those on a virtual clock. So two cores of their
+own are told from a machine that is shared, and two processes from two threads of one. Seconds of
+the clock on the wall stand beside them, of a run on Ray, where each pool is a process. Sides take
 turns.
 
 The prediction knows no rollout that went on: steps and passes of the engine are timed with some
-numbers of rows, an update is as long as on the drained side, and an iteration is played with the
-distribution of lengths, as plans do.
+numbers of rows, before and after the side in its process, an update is as long as on the drained
+side, and an iteration is played with the distribution of lengths, as plans do.
 
 python benchmarks/continuous.py --turns 2 --placements split continuous2 continuous4
 """
@@ -22,6 +22,7 @@ import json
 import shutil
 import statistics
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -64,23 +65,23 @@ HEADER = (
     "off by",
     "each turn",
     "wall, Ray",
-    "wall, threads",
 )
 
 
 class Clocked:
-    """A worker that notes what each action takes: of the thread that does it, and on the wall."""
+    """A worker that notes what each action takes of the thread that does it, one at a time."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
-        self.spent: dict[tuple[str, int], tuple[float, float]] = {}
+        self._alone = threading.Lock()
+        self.spent: dict[tuple[str, int], float] = {}
 
     def run(self, action: Any, iteration: int) -> Any:
         """Carry out an action instance."""
-        wall, own = time.perf_counter(), time.thread_time()
-        made = self._worker.run(action, iteration)
-        took = time.thread_time() - own, time.perf_counter() - wall
-        self.spent[action.id, iteration] = took
+        with self._alone:
+            begun = time.thread_time()
+            made = self._worker.run(action, iteration)
+            self.spent[action.id, iteration] = time.thread_time() - begun
         return made
 
     def drop_surplus(self) -> None:
@@ -147,8 +148,7 @@ def side(placement: str, iterations: int) -> dict[str, Any]:
         worker.close()
     assert all(numbers["actor.rollout/finished"] == 1 for numbers in ends.numbers)
     return {
-        "spent": [[name, i, own, wall] for (name, i), (own, wall) in clocked.spent.items()],
-        "wall": ends.ends,
+        "spent": [[name, i, own] for (name, i), own in clocked.spent.items()],
         "length": [numbers["actor.rollout/length"] for numbers in ends.numbers],
         "lag": [numbers.get("actor.rollout/lag_max", 0.0) for numbers in ends.numbers],
     }
@@ -159,9 +159,9 @@ def replayed(placement: str, found: Mapping[str, Any]) -> list[float]:
     from rlflow.runtime.execute.executor import Executor
     from rlflow.runtime.fake import FakeBackend
 
-    own = {(name, i): seconds for name, i, seconds, _ in found["spent"]}
+    own = {(name, i): seconds for name, i, seconds in found["spent"]}
     backend = FakeBackend(seconds=lambda action, i: own.get((action.id, i), 0.0))
-    ends, count = Ends(lambda: backend.now), len(found["wall"])
+    ends, count = Ends(lambda: backend.now), len(found["length"])
     plan = planned(placement)
     Executor(plan, backend, ends, start=0, end=count, barrier=count, events=backend.events).run()
     return ends.ends
@@ -203,7 +203,7 @@ def engine_seconds() -> dict[str, Any]:
             begun = time.thread_time()
             engine.advance(flight, sampling, key)
             found.append(time.thread_time() - begun)
-        return min(found)
+        return statistics.median(found)
 
     def timed_drained(rows: int, size: int, new: int) -> float:
         prompts = ragged_rows([[5] * size] * rows, torch.int64)
@@ -214,7 +214,7 @@ def engine_seconds() -> dict[str, Any]:
             begun = time.thread_time()
             engine.generate(*asked)
             found.append(time.thread_time() - begun)
-        return min(found)
+        return statistics.median(found)
 
     def by_step(timed: Callable[[int, int, int], float]) -> dict[int, dict[int, float]]:
         return {
@@ -227,6 +227,13 @@ def engine_seconds() -> dict[str, Any]:
     steps, drained = by_step(timed), by_step(timed_drained)
     reading = (timed(32, 128, 1) - timed(32, 8, 1)) / (32 * 120)
     return {"steps": steps, "drained": drained, "reading": reading, "pass": timed(4, 6, 1)}
+
+
+def averaged(before: Any, after: Any) -> Any:
+    """The means of what was timed twice."""
+    if isinstance(before, dict):
+        return {name: averaged(before[name], after[name]) for name in before}
+    return (before + after) / 2
 
 
 def on_a_line(timed: Mapping[Any, float], at: float) -> float:
@@ -279,7 +286,7 @@ def predicted(placement: str, engine: Mapping[str, Any], drained: Mapping[str, A
             tokens = groups * PROMPT + each.rows * (each.age + PROMPT)
             rollouts.append(decoding + engine["pass"] * (each.passes + 1) + reading * tokens)
     means = defaultdict(list)
-    for name, i, own, _ in drained["spent"]:
+    for name, i, own in drained["spent"]:
         if i >= WARMUP:
             means[name].append(own)
     seconds = {name: statistics.fmean(found) for name, found in means.items()}
@@ -338,21 +345,18 @@ def report(turns: Sequence[Mapping[str, Any]], facts: dict[str, Any], folder: Pa
             for each, turn in zip(every, turns, strict=True)
         )
         off = statistics.median(each["own"] / each["predicted"] - 1 for each in every)
-        walls = {
-            clock: statistics.median(turn[name][clock] / turn[DRAINED][clock] for turn in turns)
-            for clock in ("ray", "wall")
-        }
-        found[name] = {"gain": statistics.median(gains), "promised": promised, "off": off, **walls}
+        wall = statistics.median(turn[name]["ray"] / turn[DRAINED]["ray"] for turn in turns)
+        gain = statistics.median(gains)
+        found[name] = {"gain": gain, "promised": promised, "off": off, "ray": wall}
         rows.append(
             (
                 name,
                 f"{own:.0f}",
-                f"{statistics.median(gains):.2f}",
+                f"{gain:.2f}",
                 f"{promised:.2f}",
                 f"{100 * off:+.1f} %",
-                " ".join(f"{gain:.2f}" for gain in gains),
-                f"{walls['ray']:.2f}",
-                f"{walls['wall']:.2f}",
+                " ".join(f"{each:.2f}" for each in gains),
+                f"{wall:.2f}",
             )
         )
     print(text_table(HEADER, rows))
@@ -377,8 +381,8 @@ NOTES = (
     "and `predicted` are ratios to the row of `split`, whose rollouts and updates take turns.",
     "`off by` is how many more tokens a second there were than predicted for that placement.",
     "Seconds are the processor's, played by the executor on a virtual clock of two cores. `wall` "
-    "is the ratio as the clock on the wall had it, on a machine with the load that is said: on "
-    "Ray, with a process for each pool, and with a thread for each in one process.",
+    "is the ratio as the clock on the wall had it, on a machine with the load that is said, on "
+    "Ray, with a process for each pool.",
 )
 
 
@@ -386,24 +390,21 @@ def main() -> None:
     """Measure the sides in turns, or one of them in this process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--side")
-    parser.add_argument("--engine", action="store_true")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=24)
     parser.add_argument("--placements", nargs="*", default=list(SIDES))
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args()
-    if given.engine or given.side:
-        found = engine_seconds() if given.engine else {}
-        if given.side:
-            found = side(given.side, given.iterations)
-            found["own"] = replayed(given.side, found)
+    if given.side:
+        before = engine_seconds()
+        found = side(given.side, given.iterations)
+        found |= {"own": replayed(given.side, found), "engine": averaged(before, engine_seconds())}
         given.out.write_text(json.dumps(found), encoding="utf-8")
         return
     facts = machine()
     turns = []
     for number in range(given.turns):
-        engine = apart(["--engine"], f"continuous-engine-{number}")
         turn: dict[str, Any] = {}
         first: Mapping[str, Any] = {}
         for name in given.placements:
@@ -416,9 +417,8 @@ def main() -> None:
             beside = on_ray(name, given.iterations)
             turn[name] = {
                 "own": rate(found["own"], tokens),
-                "wall": rate(found["wall"], tokens),
                 "ray": rate(beside["ends"], [64 * each for each in beside["length"]]),
-                "predicted": per / predicted(name, engine, first),
+                "predicted": per / predicted(name, found["engine"], first),
                 "lag": max(found["lag"]),
             }
         turns.append(turn)

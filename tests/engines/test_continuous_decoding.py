@@ -12,10 +12,11 @@ import torch
 from rlflow.batch import flat, joined_rows, lengths, ragged, ragged_rows, select_field
 from rlflow.contract.values import InFlight, Reach, SampleKey, Sampling
 from rlflow.engines.hf.generate.continuous import STOP
-from rlflow.engines.hf.generate.entered import LiveRows
+from rlflow.engines.hf.generate.entered import EnteredCache, LiveRows
 from rlflow.engines.hf.loading import load_model
 from rlflow.engines.hf.rollout import TorchRollout
 from rlflow.errors import RunError
+from rlflow.graph.rules import bands
 from tests.engines.test_paged_decoding import FAMILIES
 
 pytestmark = pytest.mark.torch
@@ -35,15 +36,15 @@ def one_by_one(rollout, draw: int = 0):
     return rollout.generate(ragged_rows(PROMPTS, torch.int64), SAMPLING, key, ids, Reach())
 
 
-def flight(met, at_once: int, begun=None, rows=None, **more) -> InFlight:
+def flight(met, at_once: int, begun=None, rows=None, prompts=PROMPTS, **more) -> InFlight:
     """All groups, or those `rows` of them of which `begun` has the tokens so far."""
-    rows = torch.arange(len(PROMPTS) * SAMPLING.n) if rows is None else rows
+    rows = torch.arange(len(prompts) * SAMPLING.n) if rows is None else rows
     groups = rows // SAMPLING.n
-    prompts = select_field(ragged_rows(PROMPTS, torch.int64), groups)
+    read = select_field(ragged_rows(prompts, torch.int64), groups)
     made = ragged_rows([[]] * len(rows), torch.int64) if begun is None else begun
     going = groups[lengths(made) > 0]
     return InFlight(
-        seen=joined_rows(prompts, made),
+        seen=joined_rows(read, made),
         made=lengths(made),
         draws=torch.zeros(len(rows), dtype=torch.int64),
         ids=rows,
@@ -170,3 +171,41 @@ def test_a_stop_that_one_replica_is_asked_for_is_of_all(model_dir):
     rollout, key = engine(model_dir("qwen2")), SampleKey(seed=1, iteration=0, stream="rollout")
     asked = flight(never, 100, told=lambda ended: [STOP, *ended])
     assert 1 == rollout.advance(asked, SAMPLING, key).turns
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+def test_short_rows_are_read_with_fewer_columns_to_the_same_bits(model_dir, monkeypatch, family):
+    """Ten rows of two blocks: the first has long prompts, what enters behind has short ones."""
+    rollout = engine(model_dir(family))
+    prompts = [[3, 1, 4, 1, 5] * 15, [9, 2] * 37, [5] * 71, [8] * 75, [2, 7]]
+    read: set[int] = set()
+
+    def made(calls: int):
+        monkeypatch.setattr(bands, "CALLS", calls)
+        key = SampleKey(seed=1, iteration=0, stream="rollout")
+        asked = flight(never, 100, prompts=prompts)
+        found = rollout.advance(asked, replace(SAMPLING, stop_tokens=()), key)
+        return found.response_tokens, found.log_probs
+
+    of_cache = EnteredCache.bands
+
+    def counted(self, seen, size):
+        found = of_cache(self, seen, size)
+        read.add(len(found))
+        return found
+
+    monkeypatch.setattr(EnteredCache, "bands", counted)
+    whole = made(10**9)
+    assert {1} == read
+    apart = made(0)
+    assert {1, 2} == read
+    assert all(torch.equal(flat(one), flat(two)) for one, two in zip(whole, apart, strict=True))
+
+
+def test_a_band_of_its_own_has_to_save_more_than_it_costs():
+    assert 3 == bands.first_narrow([100, 90, 20], [8, 8, 8])
+    assert 2 == bands.first_narrow([300, 290, 20], [8, 8, 8])
+    assert 1 == bands.first_narrow([300, 60, 50], [8, 8, 8])
+    assert 3 == bands.first_narrow([20, 60, 300], [8, 8, 8])
+    assert 0 == bands.first_narrow([], [])
+    assert 300 * 8 + 60 * 16 == bands.columns_read([300, 60, 50], [8, 8, 8])

@@ -15,9 +15,10 @@ from rlflow.batch import ragged_rows
 from rlflow.contract.engines import ModelConfig
 from rlflow.contract.values import Head
 from rlflow.engines.hf.forward import attention
-from rlflow.engines.hf.forward.attention import DecodeAttention, PackedAttention
+from rlflow.engines.hf.forward.attention import PackedAttention
 from rlflow.engines.hf.forward.head import Predictor
 from rlflow.engines.hf.forward.packed import TREE_WIDTH, pack, pack_prompts
+from rlflow.engines.hf.generate.attention import DecodeAttention
 from rlflow.engines.hf.generate.cache import KeyValueCache
 from rlflow.engines.hf.models import TorchModel, ValueModel
 from rlflow.errors import Finding, UsageError

@@ -2,10 +2,9 @@
 
 `register_attention()` adds an attention implementation named "rlflow" to transformers. While a
 model runs under `attending(state)`, that state receives the queries, keys and values of each layer:
-`PackedAttention` for whole rows, with gradient; `DecodeAttention` for one new token per row
-on a cache, `RaggedAttention` for several. Tensors are token-major: queries
-`[tokens, heads, size]`, keys and values `[tokens, kv_heads, size]`. This file knows neither
-whole models nor losses.
+`PackedAttention` for whole rows, with gradient; those for new tokens on a cache are in
+`generate.attention`. Tensors are token-major: queries `[tokens, heads, size]`, keys and values
+`[tokens, kv_heads, size]`. This file knows neither whole models nor losses.
 """
 
 from __future__ import annotations
@@ -22,16 +21,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rlflow.engines.hf.forward.packed import Block, PackedLayout
 from rlflow.engines.hf.forward.spans import attend_spans, once
-from rlflow.engines.hf.generate.cache import KeyValueCache, RaggedCache, States
+from rlflow.engines.hf.generate.cache import States
 from rlflow.errors import Finding, RunError
 from rlflow.modelfiles.families import cannot_be_packed
 
 NAME = "rlflow"
 # Above this many scores a block goes to the kernel that does not keep them.
 EAGER_SCORES = 1 << 24
-# Matrix libraries of a CPU add up so many products one after the other, and more in parts whose
-# size depends on how many there are.
-PIECE = 192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,53 +343,3 @@ def from_heads(x: Tensor, size: int, kv_heads: int, heads: int, slots: Tensor | 
     split = x.view(size, kv_heads, heads // kv_heads, -1, x.shape[-1])
     places = split.permute(0, 3, 1, 2, 4).reshape(-1, heads, x.shape[-1])
     return places if slots is None else places.index_select(0, slots)
-
-
-class DecodeAttention:
-    """Attention of one new token per live row on the cache, without gradient."""
-
-    def __init__(self, cache: KeyValueCache) -> None:
-        self.cache = cache
-        self.routing: object = None
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, traits: Traits) -> Tensor:
-        """`q [rows, heads, size]` on everything the rows have seen, itself included."""
-        rows, heads, head_size = q.shape
-        keys, values = self.cache.append(layer, k, v)
-        kv_heads, seen = keys.shape[1], keys.shape[2]
-        queries = q.reshape(rows * kv_heads, heads // kv_heads, head_size)
-        scores = torch.bmm(queries, keys.flatten(0, 1).transpose(1, 2)).mul_(traits.scaling)
-        scores = score_traits(scores, traits).view(rows, kv_heads, -1, seen)
-        scores = scores + self.cache.bias(scores.dtype, traits.window, seen)[:, None, None]
-        probs = probabilities(scores.view(rows, heads, 1, seen), traits)
-        output = mix_values(probs.reshape(rows * kv_heads, -1, seen), values.flatten(0, 1))
-        return output.view(rows, heads, -1)
-
-
-class RaggedAttention:
-    """Attention of equally many new tokens per live row on a cache, without gradient."""
-
-    def __init__(self, cache: RaggedCache) -> None:
-        self.cache = cache
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, traits: Traits) -> Tensor:
-        """`q [rows * span, heads, size]` on what the rows have seen and the span up to each."""
-        keys, values = (seen.transpose(1, 2) for seen in self.cache.append(layer, k, v))
-        mask = self.cache.sees(traits.window, keys.shape[1])
-        queries = q.view(*mask.shape[:2], *q.shape[1:])
-        return block_attention(queries, keys, values, mask, traits).flatten(0, 1)
-
-
-def mix_values(probs: Tensor, values: Tensor) -> Tensor:
-    """`probs [batch, repeats, seen] @ values [batch, seen, size]`.
-
-    Whatever `seen` is, a CPU adds in one order, so that what has probability 0 changes nothing.
-    """
-    seen = probs.shape[2]
-    if seen <= PIECE or values.device.type != "cpu":
-        return torch.bmm(probs, values)
-    output = torch.bmm(probs[:, :, :PIECE], values[:, :PIECE])
-    for first in range(PIECE, seen, PIECE):
-        piece = slice(first, first + PIECE)
-        output += torch.bmm(probs[:, :, piece], values[:, piece])
-    return output

@@ -158,6 +158,13 @@ class KeyValueCache:
         columns = filled_up(self.column + 1, min(keys.shape[-1], size))
         return keys[: self.rows, :, :columns], values[: self.rows, :, :columns]
 
+    def bands(self, seen: int, size: int) -> list[tuple[slice, int]]:
+        """Rows that are read together, and with how many of the columns that any has seen.
+
+        `size` is the smaller one of keys and values.
+        """
+        return [(slice(0, self.rows), seen)]
+
     def open_column(self) -> Tensor:
         """The column of each live row's newest token, int64 `[rows]`."""
         return self.lengths[: self.rows] + (self.column - self.width)

@@ -54,9 +54,9 @@ class ContinuousDecoding:
         self.taken: list[np.ndarray] = [np.zeros(0, dtype=np.int64)]
         self.tokens = [torch.zeros(0, dtype=torch.int64, device=device)]
         self.log_probs = [torch.zeros(0, dtype=torch.float32, device=device)]
-        self.finished = torch.zeros(count, dtype=torch.bool)
-        self.over = torch.zeros(count, dtype=torch.bool)
-        self.stops = torch.tensor(sampling.stop_tokens, dtype=torch.int64, device=device)
+        self.finished = np.zeros(count, dtype=bool)
+        self.over = np.zeros(count, dtype=bool)
+        self.stops = np.array(sampling.stop_tokens, dtype=np.int64)
         self.left = Counter(self.groups.tolist())
         names, first = np.unique(self.groups, return_index=True)
         places = dict(zip(names.tolist(), np.split(np.arange(count), first[1:]), strict=True))
@@ -130,9 +130,9 @@ class ContinuousDecoding:
         self.tokens.append(tokens)
         self.log_probs.append(log_probs)
         self.got[live] += 1
-        finished = (tokens[:, None] == self.stops).any(-1).cpu().numpy()
+        finished = (tokens.cpu().numpy()[:, None] == self.stops).any(-1)
         full = self.made[live] + self.got[live] >= self.sampling.max_new_tokens
-        self.finished[live[finished]] = True
+        self.finished[live] = finished
         return tokens, ~(finished | full)
 
     def _uniform(self, live: np.ndarray) -> np.ndarray:
@@ -159,8 +159,8 @@ class ContinuousDecoding:
         return Advanced(
             response_tokens=ragged(torch.cat(self.tokens).cpu()[by_row], sizes),
             log_probs=ragged(log_probs, sizes),
-            finished=self.finished,
-            over=self.over,
+            finished=torch.from_numpy(self.finished),
+            over=torch.from_numpy(self.over),
             begun=frozenset(self.begun),
             ended=tuple(self.ended),
             turns=self.turns,

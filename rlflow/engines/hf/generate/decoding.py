@@ -18,8 +18,9 @@ from rlflow.batch import flat, ragged, select_field
 from rlflow.contract.pictures import Pictures
 from rlflow.contract.progress import advance
 from rlflow.contract.values import Generation, Reach, SampleKey, Sampling
-from rlflow.engines.hf.forward.attention import DecodeAttention, PackedAttention, PromptCache
+from rlflow.engines.hf.forward.attention import PackedAttention, PromptCache
 from rlflow.engines.hf.forward.packed import PackedLayout, pack_prompts
+from rlflow.engines.hf.generate.attention import DecodeAttention
 from rlflow.engines.hf.generate.cache import KeyValueCache
 from rlflow.engines.hf.generate.rng import uniforms
 from rlflow.engines.hf.generate.sampling import draw_tokens, require_finite

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from rlflow.batch import lengths, select_field
 from rlflow.contract.values import InFlight
-from rlflow.engines.hf.forward.attention import DecodeAttention
 from rlflow.engines.hf.forward.packed import pack_prompts
+from rlflow.engines.hf.generate.attention import DecodeAttention
 from rlflow.engines.hf.generate.cache import MULTIPLE, KeyValueCache, filled_up, stored_parts
 from rlflow.engines.hf.generate.decoding import prefill
 from rlflow.engines.hf.models import TorchModel
+from rlflow.graph.rules.bands import first_narrow
 
 # Tokens that are read in one pass, where rows that enter have more.
 READ_AT_ONCE = 1 << 16
@@ -27,7 +28,9 @@ READ_AT_ONCE = 1 << 16
 class EnteredCache(KeyValueCache):
     """A cache that rows enter and leave; each has as many columns as tokens.
 
-    The first `live` rows are somebody's; `lengths` has how many tokens each of them has stored.
+    The first `live` rows are somebody's; `lengths` has how many tokens each of them has stored,
+    and `sizes` has it on the host. Rows lie about in the order in which they entered, so that the
+    last ones are read with fewer columns than the first.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -36,6 +39,8 @@ class EnteredCache(KeyValueCache):
         self.ragged = True
         self.live = 0
         self.places = self.lengths
+        self.sizes = np.zeros(0, dtype=np.int64)
+        self.narrow, self.narrow_columns = 0, 0
 
     def enter(self, read: KeyValueCache, sources: Tensor) -> None:
         """Take rows in behind those that are live: copies of rows `sources` of a filled cache."""
@@ -66,7 +71,8 @@ class EnteredCache(KeyValueCache):
     def advance(self) -> None:
         """Open the next column of every live row."""
         self.biases = {}
-        self.width = self.column = int(self.lengths[: self.live].max())
+        self.width = self.column = int(self.sizes.max())
+        self._part()
         self.places = torch.arange(self.rows, device=self.lengths.device)
         self._widen(self.column + 1)
 
@@ -76,9 +82,26 @@ class EnteredCache(KeyValueCache):
             buffer[self.places, :, self.lengths] = tokens
         return self.seen(layer, v.shape[-1])
 
+    def bands(self, seen: int, size: int) -> list[tuple[slice, int]]:
+        """All rows with what any of them has seen; or the last apart, which have seen less."""
+        columns = filled_up(self.narrow_columns, size)
+        if columns >= seen:
+            return super().bands(seen, size)
+        return [(slice(0, self.narrow), seen), (slice(self.narrow, self.rows), columns)]
+
+    def _part(self) -> None:
+        """Which rows are read apart: from row `narrow` on, with so many columns."""
+        filled = np.zeros(-(-self.rows // MULTIPLE) * MULTIPLE, dtype=np.int64)
+        filled[: self.live] = self.sizes + 1
+        blocks = filled.reshape(-1, MULTIPLE).max(1).tolist()
+        first = first_narrow(blocks, [MULTIPLE] * len(blocks))
+        self.narrow = first * MULTIPLE
+        self.narrow_columns = max(blocks[first:], default=self.column + 1)
+
     def close(self) -> None:
         """The open columns are stored."""
         self.lengths[: self.live] += 1
+        self.sizes += 1
 
     def _lie(self, stored: Tensor) -> None:
         """So many tokens the live rows have stored; a few rows behind them are nobody's."""
@@ -86,7 +109,8 @@ class EnteredCache(KeyValueCache):
         self.rows = min(self.room, -(-self.live // MULTIPLE) * MULTIPLE)
         self.lengths = stored.new_zeros(self.rows)
         self.lengths[: self.live] = stored
-        self.column = int(stored.max()) - 1
+        self.sizes = stored.cpu().numpy().copy()
+        self.column = int(self.sizes.max()) - 1
         self.biases = {}
 
     def _made(self, part: Tensor) -> Tensor:

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlflow.batch import to_device
-from rlflow.engines.hf.forward.attention import Traits, mix_values, probabilities, score_traits
+from rlflow.engines.hf.forward.attention import Traits, probabilities, score_traits
 from rlflow.engines.hf.forward.packed import PackedLayout
 from rlflow.engines.hf.forward.sequences import FLASH_DTYPES, Visible, flash_fits
+from rlflow.engines.hf.generate.attention import mix_values
 from rlflow.engines.hf.generate.cache import States, keys_and_values, stored_parts
 from rlflow.modelfiles.paging import BLOCK, blocks_for
 

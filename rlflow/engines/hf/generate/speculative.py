@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from rlflow.batch import select_field
 from rlflow.contract.engines import ModelConfig
 from rlflow.contract.values import Reach, Sampling
-from rlflow.engines.hf.forward.attention import RaggedAttention
 from rlflow.engines.hf.forward.packed import pack_prompts
+from rlflow.engines.hf.generate.attention import RaggedAttention
 from rlflow.engines.hf.generate.cache import RaggedCache
 from rlflow.engines.hf.generate.decoding import DRAWN, Decoding, Responses, prefill
 from rlflow.engines.hf.models import TorchModel

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from rlflow.batch import to_device
 from rlflow.engines.hf.context.attention import HeadsAttention
 from rlflow.engines.hf.context.carrying import SharedHeads, parts_of
-from rlflow.engines.hf.forward.attention import DecodeAttention, PackedAttention, current_state
+from rlflow.engines.hf.forward.attention import PackedAttention, current_state
 from rlflow.engines.hf.forward.packed import PackedLayout, alike_lengths
+from rlflow.engines.hf.generate.attention import DecodeAttention
 from rlflow.engines.hf.generate.cache import States
 from rlflow.engines.hf.generate.paged import PagedAttention
 from rlflow.errors import RunError

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import defaultdict, deque
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from random import Random
@@ -19,6 +19,7 @@ from statistics import NormalDist, fmean
 
 from rlflow.graph.graph import Node
 from rlflow.graph.roles import Recalling
+from rlflow.graph.rules.bands import columns_read
 from rlflow.graph.rules.in_flight import Bound, Dealing, Pace
 from rlflow.scheduler.costs.lengths import Load, ResponseLengths, Stage, location
 from rlflow.scheduler.costs.roofline import Roofline
@@ -39,7 +40,8 @@ class Steady:
 
     `rows` of a replica are in flight when it begins, with `age` tokens of response each, and are
     read anew. Prompts begin in so many `passes`. Live rows of a stage are those of the replica with
-    the most; `widths` are the tokens of response of the oldest of them.
+    the most; `widths` are the tokens of response that the embedded engine reads of each: those of
+    the oldest row of its band.
     """
 
     stages: tuple[Stage, ...]
@@ -96,7 +98,7 @@ def _seconds(roof: Roofline, load: Load, lasting: Steady) -> float:
         total += roof.agreed(lasting.rows * seen) + roof.prefill(known)
     step = roof.stepping()
     for stage, width in zip(lasting.stages, lasting.widths, strict=True):
-        # In the embedded engine every row has as many columns as the oldest.
+        # In the embedded engine every row has as many columns as the oldest of its band.
         age = width if roof.serving is None else stage.age
         total += stage.tokens * step(stage.live, load.mean_prompt + age)
     return total
@@ -175,8 +177,8 @@ class _Flow:
     """The rows in flight, at a step of their clock.
 
     `spent` has by about how many rows were live: steps, and over them the sums of the live rows, of
-    their ages, of the live rows of the replica with the most, and of the oldest's age. `dealt` are
-    the replicas, and the room that they have together.
+    their ages, of the live rows of the replica with the most, and of the tokens that are read of a
+    row. `dealt` are the replicas, and the room that they have together.
     """
 
     def __init__(
@@ -187,7 +189,8 @@ class _Flow:
         self.source = drawn_lengths(lengths, bound.span)
         self.iteration = self.now = self.next = self.sum_begun = 0
         self.live: list[tuple[int, int, int]] = []
-        self.entered: deque[tuple[int, int]] = deque()
+        # Live rows by when they began, in that order.
+        self.entered: dict[int, int] = {}
         self.begun: dict[int, int] = {}
         self.left: dict[int, int] = {}
         self.ended: list[int] = []
@@ -232,16 +235,16 @@ class _Flow:
             for _ in range(self.n):
                 end = self.now + drawn_length(self.lengths, self.source)
                 heapq.heappush(self.live, (end, self.next, self.now))
-                self.entered.append((self.now, end))
+            self.entered[self.now] = self.entered.get(self.now, 0) + self.n
             self.sum_begun += self.n * self.now
             self.next += 1
         self.passes += self.next > before
 
-    def _oldest(self) -> int:
-        """When the live row began that did first."""
-        while self.entered[0][1] <= self.now:
-            self.entered.popleft()
-        return self.entered[0][0]
+    def _columns(self, middle: float) -> float:
+        """Tokens of response that are read of a row in the mean, of rows in one or two bands."""
+        ages = [middle - begun for begun in self.entered]
+        counts = list(self.entered.values())
+        return columns_read(ages, counts) / len(self.live)
 
     def _step(self, most: int | None = None) -> None:
         """Go on to the next end of a row, which leaves, or by as many steps if that is less."""
@@ -254,12 +257,15 @@ class _Flow:
             spent[1] += steps * live
             spent[2] += steps * (live * (self.now + steps / 2) - self.sum_begun)
             spent[3] += steps * most
-            spent[4] += steps * (self.now + steps / 2 - self._oldest())
+            spent[4] += steps * self._columns(self.now + steps / 2)
         self.now += steps
         if steps < left:
             return
         _, group, began = heapq.heappop(self.live)
         self.sum_begun -= began
+        self.entered[began] -= 1
+        if not self.entered[began]:
+            del self.entered[began]
         self.left[group] -= 1
         self.dealing.ends(group)
         if not self.left[group]:
