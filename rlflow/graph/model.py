@@ -214,8 +214,11 @@ class Model(Strict):
         """One part may be named alone; the order of several says nothing."""
         if isinstance(freeze, str):
             return (freeze,)
-        named = isinstance(freeze, tuple | list) and all(isinstance(part, str) for part in freeze)
-        return tuple(sorted(set(freeze))) if named else freeze
+        if not isinstance(freeze, tuple | list) or not all(isinstance(p, str) for p in freeze):
+            raise ValueError(
+                'Input should be parts of a model that sees: "vision", "projector", or a tuple'
+            )
+        return tuple(sorted(set(freeze)))
 
     @field_validator("name")
     @classmethod

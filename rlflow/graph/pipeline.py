@@ -365,7 +365,8 @@ def validation_findings(
     for problem in error.errors():
         key = ".".join(str(part) for part in problem["loc"])
         shown = f"{prefix}{key}" if key else error.title
-        got = "" if problem["type"] == "missing" else f"{problem['input']!r:.120}"
+        # Of all options together the message says what is wrong; none of them is shown twice.
+        got = "" if problem["type"] == "missing" or not key else f"{problem['input']!r:.120}"
         message = problem["msg"].removeprefix("Value error, ")
         known = re.findall(r"'(.+?)'", message) if problem["type"] == "literal_error" else []
         near = near_names(str(problem["input"]), known)

@@ -119,17 +119,33 @@ class On(Strict):
     @classmethod
     def _with_engine(cls, also: object, known: ValidationInfo) -> object:
         """A pool by its name alone has the engine of the pool beside it."""
+        if also is not None and not isinstance(also, str | dict | On):
+            raise ValueError('Input should be another pool: also="gen", or also=rf.on("gen", tp=2)')
         engine = known.data.get("engine")
         return {"pool": also, "engine": engine} if isinstance(also, str) else also
+
+    @field_validator("share", mode="before")
+    @classmethod
+    def _known_share(cls, said: object) -> object:
+        """A number of prompts, or a part of them."""
+        if isinstance(said, str):
+            if (part_or_none(said) or 1) >= 1:
+                raise ValueError(f'share={said!r} is no part of the prompts, such as "1/4"')
+        elif said is not None and (not isinstance(said, int) or said < 1):
+            raise ValueError('Input should be a part of the prompts, "1/4", or how many, from 1 on')
+        return said
 
     @model_validator(mode="after")
     def _shared_out(self) -> On:
         if self.share is not None and self.also is None:
             raise ValueError(f"share={self.share!r} without also=, the pool that has that share")
-        if self.also is not None and (self.also.also is not None or self.also.pool == self.pool):
-            raise ValueError(f"also={self.also.pool!r}: one pool beside {self.pool!r}, and another")
-        if isinstance(self.share, str) and (part_or_none(self.share) or 1) >= 1:
-            raise ValueError(f'share={self.share!r} is no part of the prompts, such as "1/4"')
+        if self.also is not None and self.also.pool == self.pool:
+            raise ValueError(f"also={self.pool!r} is the pool that has the rest: name another one")
+        if self.also is not None and self.also.also is not None:
+            raise ValueError(
+                f"also= names one pool, and that of {self.also.pool!r} names "
+                f"{self.also.also.pool!r} with an also= of its own: leave that out"
+            )
         return self
 
     @field_validator("offload", mode="before")
@@ -216,6 +232,23 @@ class Placement(Strict):
     stream: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
     pause_at: Count | None = None
     continuous: bool = False
+
+    @field_validator("pools", mode="before")
+    @classmethod
+    def _known_pools(cls, said: object) -> object:
+        """What is no pool has one message, not one for each kind of pool."""
+        for name, each in said.items() if isinstance(said, dict) else ():
+            if not isinstance(each, str | list | tuple) and (not isinstance(each, int) or each < 1):
+                what = f"pool {name!r} should be a number of devices, from 1 on, a list of them"
+                raise ValueError(f'{what}, or a share such as "3/4" or "*"')
+        return said
+
+    @field_validator("stream", mode="before")
+    @classmethod
+    def _known_stream(cls, said: object) -> object:
+        if said == "auto" or (isinstance(said, int) and said >= 1):
+            return said
+        raise ValueError("Input should be 'auto', or how many chunks, from 1 on")
 
     @model_validator(mode="after")
     def _pools_exist(self) -> Placement:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 
 import pytest
+from pydantic import ValidationError
 
 import rlflow as rf
 from rlflow import ops
 from rlflow.cli.config import trace_error
 from rlflow.errors import GraphError, near_names
+from rlflow.graph.pipeline import validation_findings
 from rlflow.scheduler.devices.cluster import distinct_amounts
 from rlflow.scheduler.plan.text import numbers
 from rlflow.scheduler.search.text import rate
@@ -44,6 +46,27 @@ def test_a_value_that_a_placement_cannot_have_is_no_traceback(tmp_path, rlflow):
     assert 2 == result.code
     assert "error[E301]: fsdp: " in result.err
     assert "pydantic" not in result.err
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"share": 0, "also": "b"}, 'share: Input should be a part of the prompts, "1/4", or how'),
+        ({"also": 3}, 'also: Input should be another pool: also="gen"'),
+        ({"also": {"pool": "b", "also": "c"}}, "also= names one pool, and that of 'b' names 'c'"),
+        ({"also": "a"}, "also='a' is the pool that has the rest"),
+        ({"pools": {"a": 0}}, "pools: pool 'a' should be a number of devices, from 1 on, a list"),
+        ({"stream": 0}, "stream: Input should be 'auto', or how many chunks, from 1 on"),
+    ],
+)
+def test_an_option_of_several_kinds_has_one_message(options, what):
+    of_all = {"pools": {"a": 1}, "assign": {"*": rf.on("a")}}
+    placed = not set(options).isdisjoint(rf.Placement.model_fields)
+    with pytest.raises(ValidationError) as caught:
+        rf.Placement(**{**of_all, **options}) if placed else rf.on("a", **options)
+    (found,) = validation_findings(caught.value, "E301")
+    assert what in found.what
+    assert bool(found.got) == (found.what.split(":")[0] in options)
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -72,7 +72,8 @@ def test_frozen_parts_are_part_of_the_graph_in_any_order():
     [
         ({"freeze": "vision"}, "it needs optimizer="),
         ({"freeze": ("vision",), "lora": rf.LoRA(), "optimizer": rf.AdamW(lr=1)}, "adapters alone"),
-        ({"freeze": 3, "optimizer": rf.AdamW(lr=1)}, "valid tuple"),
+        ({"freeze": 3, "optimizer": rf.AdamW(lr=1)}, r'parts.*: "vision", "projector", or a tuple'),
+        ({"freeze": ("vision", 3), "optimizer": rf.AdamW(lr=1)}, 'parts.*"projector"'),
     ],
 )
 def test_impossible_frozen_parts_are_refused(options, message):

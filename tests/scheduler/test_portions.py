@@ -203,6 +203,7 @@ def test_both_are_where_the_nodes_name_says() -> None:
         plan.action(name).pool for name in (GEN, TRAIN, "actor.rollout")
     ]
     assert "prompts 7 to 8 of 8" in plan_text(plan)
+    assert ", prompt 8 of 8" in plan_text(compiled_with(grpo(), helped(share=1)).plan)
 
 
 def test_the_engine_beside_is_that_of_the_rollout() -> None:

@@ -13,7 +13,8 @@ from pydantic import ValidationError
 import rlflow as rf
 from rlflow.errors import PlanError
 from rlflow.graph.pipeline import validation_findings
-from rlflow.scheduler.compile import dump_plan
+from rlflow.scheduler.compile import compile_plan, dump_plan
+from rlflow.scheduler.devices.cluster import KINDS, Cluster
 from rlflow.scheduler.plan.saved import read_plan
 from tests.scheduler.test_virtual_stages import note, planned, update
 
@@ -119,6 +120,15 @@ def test_ranks_that_share_weights_sum_gradients_once() -> None:
 def test_what_cannot_be_in_halves_is_refused(model: str, on: dict[str, object], what: str) -> None:
     with pytest.raises(PlanError, match=f"(?s)E531.*{what}"):
         planned(model, schedule="zero-bubble", **on)
+
+
+def test_a_rollout_apart_has_no_schedule_and_one_beside_the_rest_leaves_it_alone() -> None:
+    graph, cluster = planned(**SPLIT).graph, Cluster(kind=KINDS["h100"], count=8)
+    own = rf.on("all", schedule="zero-bubble", virtual=2)
+    where = rf.Placement(pools={"all": 8}, assign={"*": rf.on("all"), "actor.rollout": own})
+    what = r"E248.*a rollout has no (schedule=zero-bubble|virtual=2) and no"
+    with pytest.raises(PlanError, match=what):
+        compile_plan(graph, where, cluster)
 
 
 def test_a_schedule_that_is_not_known_is_told_the_nearest() -> None:

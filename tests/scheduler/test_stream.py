@@ -213,7 +213,7 @@ def test_chunks_are_whole_prompts_where_all_end_together(count, fix):
         cut(grpo(ignore_eos=True), SPLIT, count)
     (finding,) = caught.value.findings
     assert ("E224", fix) == (finding.code, finding.fix)
-    assert f"8 prompts do not divide into {count} chunks" in finding.what
+    assert f"stream={count} does not divide the 8 prompts of an iteration" in finding.what
 
 
 @pytest.mark.parametrize("count", [3, 5, 16])
@@ -227,7 +227,7 @@ def test_a_chunk_has_a_row():
         cut(grpo(), SPLIT, 17)
     (finding,) = caught.value.findings
     assert ("E224", "stream=16") == (finding.code, finding.fix)
-    assert "16 rows do not divide into 17 chunks" in finding.what
+    assert "stream=17 is more chunks than there are rows in an iteration, 16" in finding.what
 
 
 def judging(per: str, dispatch: str, uneven: str, *, ignore_eos: bool) -> Graph:

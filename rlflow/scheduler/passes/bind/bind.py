@@ -56,6 +56,7 @@ from rlflow.scheduler.passes.bind.instances import (
 )
 from rlflow.scheduler.passes.bind.kept_rows import with_kept_rows
 from rlflow.scheduler.passes.bind.kernels import noting_kernels
+from rlflow.scheduler.passes.bind.pipelines import rollout_findings
 from rlflow.scheduler.passes.bind.row_checks import (
     dispatch_findings,
     division_findings,
@@ -84,7 +85,7 @@ def bind(plan: Plan, context: Context) -> Plan:
         elif node.model is not None and node.averages is None:
             findings.append(_unplaced(node, plan, context.placement))
     _refuse(findings)
-    _refuse(use_findings(plan.graph.nodes, chosen))
+    _refuse(use_findings(plan.graph.nodes, chosen) + rollout_findings(plan.graph.nodes, chosen))
     engines = [(node, chosen[node.name]) for node in plan.graph.nodes if node.name in chosen]
     _refuse([f for node, where in engines for f in option_findings(node, where, context.costs)])
     _refuse(average_findings(plan.graph, context.placement, plan.pools, chosen))
@@ -374,7 +375,9 @@ def _as_declared(node: Node) -> str:
     if (paused := node.role(Paused)) is not None:
         return f"ops.rollout{model}, to token {paused.until}"
     if (part := node.role(Portion)) is not None:
-        return f"ops.rollout{model}, prompts {part.first + 1} to {part.last} of {part.of}"
+        alone = f"prompt {part.last}" if part.last == part.first + 1 else ""
+        which = alone or f"prompts {part.first + 1} to {part.last}"
+        return f"ops.rollout{model}, {which} of {part.of}"
     if (averaged := node.role(Averaged)) is not None:
         often = f", every {averaged.every} iterations" if averaged.every != 1 else ""
         return f"ops.average{model} of {averaged.source} v[i+1], where that is trained{often}"

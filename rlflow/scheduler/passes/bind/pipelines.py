@@ -5,7 +5,7 @@ And when their ranks do what, as placements say it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rlflow.errors import Finding
@@ -17,6 +17,7 @@ from rlflow.scheduler.costs.microbatches import row_parts
 from rlflow.scheduler.costs.ranks.pipeline import bubble, hop_bytes, late, of_stages
 from rlflow.scheduler.devices.cluster import amount
 from rlflow.scheduler.models.flops import TRAINED_FORWARDS
+from rlflow.scheduler.plan.engine_plan import EnginePlan
 from rlflow.scheduler.plan.plan import Instance, Plan
 
 
@@ -53,6 +54,34 @@ def schedule_findings(instance: Instance, plan: Plan, costs: Costs) -> list[Find
     once = instance.shards == 1 or instance.reduces_last
     found = splitting_finding(model.path, family, instance.pp, instance.virtual, once=once)
     return [] if found is None else [replace(found, where=model.where)]
+
+
+def rollout_findings(nodes: Sequence[Node], chosen: Mapping[str, On]) -> list[Finding]:
+    """E248 for each rollout that is placed apart from all else and says how backwards go.
+
+    What it shares with other uses, as `*` does, is said of those.
+    """
+    others = [chosen[n.name] for n in nodes if n.op.use != "rollout" and n.name in chosen]
+    found = []
+    for node in nodes:
+        where = chosen.get(node.name)
+        if where is None or node.op.use != "rollout" or where in others:
+            continue
+        if EnginePlan.chosen(where).own_process:
+            continue
+        said = where.model_dump(include={"schedule", "virtual", "gradient_sync"}, exclude_none=True)
+        if wrong := " and no ".join(f"{option}={value}" for option, value in said.items()):
+            found.append(
+                Finding(
+                    code="E248",
+                    what=f"{node.name}: a rollout has no {wrong}",
+                    where=node.where,
+                    expected="these options for updates alone: a rollout makes no backward, and "
+                    "passes whole rows through all layers",
+                    fix=f'"{node.model}.rollout": rf.on("{where.pool}")',
+                )
+            )
+    return found
 
 
 def _passing(node: Node, instance: Instance, costs: Costs) -> str:

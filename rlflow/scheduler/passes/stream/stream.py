@@ -195,11 +195,12 @@ def _findings(plan: Plan, chain: Chain, count: int) -> list[Finding]:
         return [
             Finding(
                 code="E224",
-                what=f"{chain.root.name}: {chain.prompts} prompts do not divide into "
-                f"{count} chunks",
+                what=f"{chain.root.name}: stream={count} does not divide the {chain.prompts} "
+                "prompts of an iteration into equal chunks",
                 where=chain.root.where,
                 got=f"{chain.prompts} % {count} = {chain.prompts % count}",
-                expected="chunks of equally many whole prompts",
+                expected=f"a number that divides {chain.prompts}: each chunk has as many prompts, "
+                "with all of their responses",
                 fix=" or ".join(f"stream={number}" for number in nearest),
             )
         ]
@@ -213,12 +214,14 @@ def _findings(plan: Plan, chain: Chain, count: int) -> list[Finding]:
 
 
 def _too_many(chain: Chain, count: int) -> Finding:
+    most, pieces = chain.cut
     return Finding(
         code="E224",
-        what=f"{chain.root.name}: {chain.rows} rows do not divide into {count} chunks",
+        what=f"{chain.root.name}: stream={count} is more chunks than there are {pieces} "
+        f"in an iteration, {most}",
         where=chain.root.where,
-        expected="at least a row in each chunk",
-        fix=f"stream={chain.rows}",
+        expected=f"at most {most}, so that no chunk is empty",
+        fix=f"stream={most}",
     )
 
 
