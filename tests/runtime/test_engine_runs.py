@@ -333,6 +333,33 @@ def test_engines_end_with_the_first_groups(tmp_path: Path, placement: str) -> No
 @real
 @pytest.mark.slow
 @pytest.mark.sglang
+def test_groups_of_an_engine_flow_into_one_step(
+    rlflow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What SGLang completes first is added up first; the step is that of its rows in one piece."""
+    with monkeypatch.context() as patch:
+        # Rows in order of their end are as short by estimate, so that groups are kept.
+        patch.setattr("rlflow.scheduler.compile.estimated_period", lambda plan: 0.0)
+        words = ("--placement", "stream", "--iterations", 2, "--set", "prompts_per_iteration=6")
+        words = (*words, "--record", "actor.rollout", "--save-every", 1, "--keep", 3)
+        done = rlflow("run", FILE, *words, "--threads", 1, "-q", "--run-dir", tmp_path / "run")
+    assert 0 == done.code, done.err
+    found = metrics_of(tmp_path / "run")
+    assert all(metrics["actor.update/rollout_gap_max"] < 1e-4 for metrics in found)
+    ran = [span.action for span in read_spans(tmp_path / "run" / "spans")]
+    assert [2, 2] == [ran.count(f"actor.update[{number}/2]") for number in (1, 2)]
+    again = ("replay", tmp_path / "run", "--iteration", 1, "--placement", "split", "--json")
+    whole = json.loads(rlflow(*again).out)
+    for name in ("loss", "grad_norm", "kl"):
+        one, other = whole["figures"][f"actor.update/{name}"]
+        assert found[1][f"actor.update/{name}"] == one
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-7), name
+    assert all(each["cosine"] > 0.9999 for each in whole["weights"])
+
+
+@real
+@pytest.mark.slow
+@pytest.mark.sglang
 def test_an_error_elsewhere_ends_the_engines(tmp_path: Path) -> None:
     words = ("--placement", "split", "--set", "broken=true", "--run-dir", tmp_path / "run")
     words = (*words, "--iterations", 1, "--threads", 1)
