@@ -18,6 +18,7 @@ from rlflow.scheduler.passes.portions import with_shares_of
 from rlflow.scheduler.passes.staleness import allowed
 from rlflow.scheduler.plan.plan import Plan
 from rlflow.scheduler.search.candidates import WORTH, Moves
+from rlflow.scheduler.search.options import drafting
 from rlflow.scheduler.search.ranges import pattern
 from rlflow.scheduler.search.space import Candidate, hand_written, placement_of
 
@@ -142,6 +143,15 @@ class Search:
             for staleness in range(1, self.moves.staleness + 1):
                 said = {"continuous": True, "staleness": staleness, "stream": 1}
                 self._compile(tried.placement.model_copy(update=said), quiet=True)
+
+    def compile_drafting(self) -> None:
+        """Have engines of the best placements draft by n-grams, where that saves enough.
+
+        Nothing is said of those that cannot.
+        """
+        for tried in self.ranked()[:CLIMBED]:
+            for placement in drafting(self.graph, tried.placement):
+                self._compile(placement, quiet=True, below=tried.period * WORTH)
 
     def compile_virtual(self) -> None:
         """Give ranks of the best placements with stages several of them each.

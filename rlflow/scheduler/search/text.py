@@ -8,6 +8,7 @@ from typing import Any
 from rlflow.graph.placement import On, Placement, in_shares
 from rlflow.graph.roles import Portion
 from rlflow.graph.user.engine_options import EngineOptions
+from rlflow.graph.user.speculative import Speculative
 from rlflow.scheduler.devices.cluster import amount
 from rlflow.scheduler.plan.diff import contest_text
 from rlflow.scheduler.plan.plan import Plan
@@ -47,7 +48,7 @@ def tuned_text(tuned: Tuned) -> str:
     lines += [f"  inputs: {', '.join(inputs)}"] if inputs else []
     lines += [f"  {text}" for text in told_apart(tuned)]
     lines += [f"  {_compared(tuned)}", "", f"  {placement_source(as_written(tuned, tuned.best))}"]
-    return "\n".join([*lines, *_simpler(tuned)])
+    return "\n".join([*lines, *_simpler(tuned), *_by_tf32(tuned)])
 
 
 def _rows(tuned: Tuned) -> Iterator[tuple[str, ...]]:
@@ -166,6 +167,16 @@ def _simpler(tuned: Tuned) -> list[str]:
     return ["", f"  {text}", "", f"  {placement_source(as_written(tuned, simple))}"]
 
 
+def _by_tf32(tuned: Tuned) -> list[str]:
+    """The best with TF32, which is no row: it computes other numbers."""
+    if tuned.tf32 is None:
+        return []
+    times = tuned.best.period / tuned.tf32.period
+    text = f"with tf32=True {duration(tuned.tf32.period)}, {times:.2f}x as fast as the best; "
+    text += "products of float32 numbers then take 10 of 23 bits of their factors' fractions:"
+    return ["", f"  {text}", "", f"  {placement_source(as_written(tuned, tuned.tf32))}"]
+
+
 def as_written(tuned: Tuned, tried: Tried) -> Placement:
     """A placement as it is written down: in shares where it has all devices, and all are alike.
 
@@ -218,9 +229,17 @@ def _also_source(also: On, *, alike: bool) -> str:
 
 def _literal(value: object) -> str:
     if isinstance(value, EngineOptions):
-        options = ", ".join(f"{name}={said!r}" for name, said in value.said().items())
+        options = ", ".join(f"{name}={_option(getattr(value, name))}" for name in value.said())
         return f"{value.spelled()}({options})"
     return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def _option(value: object) -> str:
+    """An engine's option as Python that makes it."""
+    if not isinstance(value, Speculative):
+        return repr(value)
+    said = value.model_dump(exclude_defaults=True).items()
+    return f"rf.Speculative({', '.join(f'{name}={each!r}' for name, each in said)})"
 
 
 def placement_file(tuned: Tuned) -> str:
@@ -249,6 +268,7 @@ def tuned_json(tuned: Tuned) -> dict[str, Any]:
         "contest": None if tuned.contest is None else tuned.contest.as_json(),
         "inputs": list(tuned.best.plan.inputs),
         "best": placement_source(as_written(tuned, tuned.best)),
+        "tf32": None if tuned.tf32 is None else _row_json(0, tuned.tf32, tuned.samples),
     }
 
 

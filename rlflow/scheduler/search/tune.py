@@ -26,10 +26,11 @@ from rlflow.scheduler.plan.period_range import Contest, contest
 from rlflow.scheduler.plan.plan import Backend, Plan
 from rlflow.scheduler.plan.text import counted
 from rlflow.scheduler.search.bounds import Figure, Figures, PeriodBounds
-from rlflow.scheduler.search.candidates import Moves
+from rlflow.scheduler.search.candidates import WORTH, Moves
 from rlflow.scheduler.search.engines import by_engine, with_engines
 from rlflow.scheduler.search.families import placement_family
 from rlflow.scheduler.search.known_costs import KnownCosts
+from rlflow.scheduler.search.options import by_tf32
 from rlflow.scheduler.search.ranges import divisions, unions
 from rlflow.scheduler.search.search import Search, Tried
 from rlflow.scheduler.search.space import Choice, placed_uses
@@ -87,6 +88,8 @@ class Tuned:
     """The estimates that placements were compared by."""
     families: tuple[Tried, ...] = ()
     """The best of each family that no row is of, where they were asked for."""
+    tf32: Tried | None = None
+    """The best with products of float32 models by TF32, where that is shorter: numbers change."""
 
     @property
     def best(self) -> Tried:
@@ -150,6 +153,7 @@ def search_placements(
     search.compile_virtual()
     search.compile_helped()
     search.compile_continuous()
+    search.compile_drafting()
     if not search.ranks:
         raise search.one_reason() or PlanError(_nothing_fits(plan.graph, search, cluster))
     return _result(plan.graph, search, limits, cluster)
@@ -197,7 +201,21 @@ def _result(graph: Graph, search: Search, limits: SearchLimits, cluster: Cluster
         contest=None if rival is None else contest_of(rows[0], rival, costs),
         costs=costs,
         families=tuple(whole(tried) for name, tried in others.items() if name not in shown),
+        tf32=_by_tf32(rows[0], search, cluster),
     )
+
+
+def _by_tf32(best: Tried, search: Search, cluster: Cluster) -> Tried | None:
+    """The best placement with TF32; None where it has nothing to gain, or is refused."""
+    placement = by_tf32(search.graph, best.placement, cluster)
+    if placement is None:
+        return None
+    try:
+        plan = search.compiler(placement, "tuned", True)
+    except PlanError:
+        return None
+    found = replace(best, name="", placement=placement, plan=plan)
+    return found if found.period < best.period * WORTH else None
 
 
 def _rival(rows: Sequence[Tried], written: Sequence[Tried]) -> Tried | None:
