@@ -81,6 +81,9 @@ def apart(**options: Any) -> rf.Placement:
 @rf.pipeline(
     placements={
         "split": apart(),
+        "stream2": apart(stream=2),
+        "stream4": apart(stream=4),
+        "stream8": apart(stream=8),
         "stale": apart(staleness=2),
         "continuous2": apart(staleness=2, continuous=True),
         "continuous4": apart(staleness=4, continuous=True),

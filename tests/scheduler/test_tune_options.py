@@ -9,9 +9,9 @@ import pytest
 import rlflow as rf
 from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.devices.cluster import cpu_cluster, parse_cluster
-from rlflow.scheduler.search.options import by_tf32, drafting
+from rlflow.scheduler.search.engines import with_ngrams
 from rlflow.scheduler.search.text import placement_source, tuned_json, tuned_text
-from rlflow.scheduler.search.tune import SearchLimits, search_placements
+from rlflow.scheduler.search.tune import SearchLimits, by_tf32, search_placements
 from tests.scheduler.examples import SPLIT, grpo
 from tests.scheduler.test_engine_drafters import drafted
 from tests.scheduler.test_engine_plans import split
@@ -63,12 +63,12 @@ def test_engines_have_no_tf32_and_what_is_said_stays():
 
 def test_engines_draft_by_n_grams_unless_something_drafts():
     said = replace(grpo(), acceptance=0.5)
-    assert [] == list(drafting(said, SPLIT))
-    assert [] == list(drafting(grpo(), split()))
-    tried = list(drafting(said, split()))
+    assert [] == list(with_ngrams(said, SPLIT))
+    assert [] == list(with_ngrams(grpo(), split()))
+    tried = list(with_ngrams(said, split()))
     assert [3, 7] == [p.assign["actor.rollout"].options.speculative.draft_tokens for p in tried]
-    assert [] == list(drafting(said, tried[0]))
-    assert [] == list(drafting(replace(drafted(), acceptance=0.5), split()))
+    assert [] == list(with_ngrams(said, tried[0]))
+    assert [] == list(with_ngrams(replace(drafted(), acceptance=0.5), split()))
 
 
 @pytest.mark.parametrize(("acceptance", "drafts"), [(0.01, False), (0.95, True)])

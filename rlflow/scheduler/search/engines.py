@@ -5,13 +5,16 @@ Knows assignments and roles; neither devices nor seconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from rlflow.errors import Finding, PlanError
 from rlflow.graph.graph import Graph
 from rlflow.graph.placement import On, Placement
+from rlflow.graph.roles import Drafted
 from rlflow.graph.user.engine_options import EngineOptions, engine_named, options_of
+from rlflow.graph.user.engines import SGLang
+from rlflow.graph.user.speculative import Speculative
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.engines.drafters import drafts_findings
 from rlflow.scheduler.engines.engines import option_findings
@@ -19,6 +22,9 @@ from rlflow.scheduler.passes.bind.bind import assignment
 from rlflow.scheduler.plan.engine_plan import EnginePlan
 from rlflow.scheduler.search.layouts import Layout
 from rlflow.scheduler.search.space import Choice, PlacedUse, as_named, role_instance
+
+DRAFTS = (3, 7)
+"""How many tokens n-grams propose a turn."""
 
 
 def with_engines(
@@ -134,3 +140,26 @@ def _not_drafting(role: PlacedUse, options: EngineOptions, costs: Costs) -> list
             list(drafts_findings(made, role.nodes, costs)) if made.engine_plan.drafts else []
         )
     return every[0] if all(every) else []
+
+
+def with_ngrams(graph: Graph, placement: Placement) -> Iterator[Placement]:
+    """The placement with engines that draft by n-grams; none where they do already, or cannot.
+
+    Only where it is said how often drafts are accepted: an assumption decides for no engine.
+    """
+    if graph.acceptance is None or any(graph.having(Drafted)):
+        return
+    for tokens in DRAFTS:
+        by = Speculative(algorithm="NGRAM", draft_tokens=tokens)
+        assign = {key: _drafting(where, by) for key, where in placement.assign.items()}
+        if assign != placement.assign:
+            yield placement.model_copy(update={"assign": assign})
+
+
+def _drafting(where: On, by: Speculative) -> On:
+    options = where.options
+    if not isinstance(options, SGLang) or options.speculative is not None:
+        return where
+    engine = options.model_copy(update={"speculative": by})
+    also = None if where.also is None else _drafting(where.also, by)
+    return where.model_copy(update={"engine": engine, "also": also})

@@ -18,7 +18,7 @@ from rlflow.scheduler.passes.portions import with_shares_of
 from rlflow.scheduler.passes.staleness import allowed
 from rlflow.scheduler.plan.plan import Plan
 from rlflow.scheduler.search.candidates import WORTH, Moves
-from rlflow.scheduler.search.options import drafting
+from rlflow.scheduler.search.engines import with_ngrams
 from rlflow.scheduler.search.ranges import pattern
 from rlflow.scheduler.search.space import Candidate, hand_written, placement_of
 
@@ -150,7 +150,7 @@ class Search:
         Nothing is said of those that cannot.
         """
         for tried in self.ranked()[:CLIMBED]:
-            for placement in drafting(self.graph, tried.placement):
+            for placement in with_ngrams(self.graph, tried.placement):
                 self._compile(placement, quiet=True, below=tried.period * WORTH)
 
     def compile_virtual(self) -> None:

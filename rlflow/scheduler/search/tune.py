@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rlflow.errors import Finding, PlanError
 from rlflow.graph.graph import Graph
-from rlflow.graph.placement import Placement, on
+from rlflow.graph.placement import On, Placement, on
 from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.context import Context
 from rlflow.scheduler.costs.estimate import Costs
@@ -22,6 +22,7 @@ from rlflow.scheduler.costs.rows.given import check_lengths
 from rlflow.scheduler.devices.cluster import Cluster, amount
 from rlflow.scheduler.models.shapes import Shape, model_shape
 from rlflow.scheduler.passes.rewrite import rewrite
+from rlflow.scheduler.plan.engine_plan import EnginePlan
 from rlflow.scheduler.plan.period_range import Contest, contest
 from rlflow.scheduler.plan.plan import Backend, Plan
 from rlflow.scheduler.plan.text import counted
@@ -30,7 +31,6 @@ from rlflow.scheduler.search.candidates import WORTH, Moves
 from rlflow.scheduler.search.engines import by_engine, with_engines
 from rlflow.scheduler.search.families import placement_family
 from rlflow.scheduler.search.known_costs import KnownCosts
-from rlflow.scheduler.search.options import by_tf32
 from rlflow.scheduler.search.ranges import divisions, unions
 from rlflow.scheduler.search.search import Search, Tried
 from rlflow.scheduler.search.space import Choice, placed_uses
@@ -216,6 +216,32 @@ def _by_tf32(best: Tried, search: Search, cluster: Cluster) -> Tried | None:
         return None
     found = replace(best, name="", placement=placement, plan=plan)
     return found if found.period < best.period * WORTH else None
+
+
+def by_tf32(graph: Graph, placement: Placement, cluster: Cluster) -> Placement | None:
+    """The placement with products of float32 models by TF32; None where that changes nothing.
+
+    Of what this process computes: engines in processes of their own have dtypes of their own.
+    """
+    able = any(kind.has_tf32 for kind, _ in cluster.kinds)
+    wide = any(model.dtype == "float32" for model in graph.models)
+    if not (able and wide):
+        return None
+    assign = {
+        key: where if _outside(where) or where.tf32 is not None else _with_tf32(where)
+        for key, where in placement.assign.items()
+    }
+    return None if assign == placement.assign else placement.model_copy(update={"assign": assign})
+
+
+def _outside(where: On) -> bool:
+    return EnginePlan.chosen(where).own_process
+
+
+def _with_tf32(where: On) -> On:
+    helps = where.also is not None and not _outside(where.also)
+    also = where.also.model_copy(update={"tf32": True}) if where.also and helps else where.also
+    return where.model_copy(update={"tf32": True, "also": also})
 
 
 def _rival(rows: Sequence[Tried], written: Sequence[Tried]) -> Tried | None:
