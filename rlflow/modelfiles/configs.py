@@ -115,3 +115,8 @@ def required(config: Mapping[str, Any], path: Path) -> Callable[..., int]:
         )
 
     return get
+
+
+def deep_layers(config: Mapping[str, Any]) -> int:
+    """To how many of the first layers of text a tower adds what its own layers make."""
+    return len((config.get("vision_config") or {}).get("deepstack_visual_indexes") or ())

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rlflow.errors import Finding
-from rlflow.modelfiles.configs import COUNTS, text_config, text_value
+from rlflow.modelfiles.configs import COUNTS, deep_layers, text_config, text_value
 
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
 # What layers of a `hybrid` model are called besides.
@@ -44,7 +44,8 @@ class Family:
     `attention_bias` where `asked`), to the layer too (`attention`, `asked_all`), or of the
     feed-forward layer as well (`all`). `head_norms` norm queries and keys by head (`each`) or all
     heads together (`wide`). `tied` is whether the head is the embedding where a config is silent. A
-    model that is not `counted` has more than these; its files say how much. `sees` is how it sees.
+    model that is not `counted` has more than these; its files say how much. `sees` is how it sees,
+    and so many of the first layers are `deep`: a tower adds to what they make (arXiv:2406.04334).
     """
 
     attention: Attention = "full"
@@ -64,6 +65,7 @@ class Family:
     tied: bool = False
     counted: bool = True
     sees: Sees = ""
+    deep: int = 0
 
 
 DENSE = Family(staged=True)
@@ -130,7 +132,7 @@ FAMILIES: dict[str, Family] = {
             replace(WHOLE, alone="buffers", tied=True, counted=False)),
     # Models that see.
     **_each("qwen2_5_vl", replace(CUT_SEEING, sees="grid", biases="qkv")),
-    **_each("qwen3_vl", replace(CUT_SEEING, sees="grid", head_norms="each", staged=False)),
+    **_each("qwen3_vl", replace(CUT_SEEING, sees="grid", head_norms="each")),
     **_each("mistral3", replace(CUT_SEEING, sees="rows")),
     **_each("internvl", replace(CUT_SEEING, sees="tiles")),
     **_each("gemma3", replace(CUT_SEEING, sees="soft", tied=True, norms=4, head_norms="each")),
@@ -140,11 +142,10 @@ FAMILIES: dict[str, Family] = {
     **_each("mixtral", replace(MIXED, cut=True)),
     **_each("qwen2_moe", replace(MIXED, cut=True, biases="qkv")),
     **_each("qwen3_moe", replace(MIXED, cut=True, head_norms="each")),
-    **_each("granitemoe", MIXED),
+    **_each("granitemoe solar_open", MIXED),
     **_each("olmoe flex_olmo", replace(MIXED, head_norms="wide")),
     **_each("phimoe", replace(MIXED, shifts=True)),
     **_each("ernie4_5_moe", replace(MIXED, tied=True, counted=False)),
-    **_each("solar_open", MIXED),
     **_each("aria_text", UNSENT),
     **_each("mellum", replace(MIXED, head_norms="each")),
     **_each("minimax_m2", replace(MIXED, head_norms="wide")),
@@ -181,8 +182,7 @@ FAMILIES: dict[str, Family] = {
     **_each("glm_moe_dsa deepseek_v32 axk2 dots3_note dots3_note_text hy_v4 qwen4_exp"
             " qwen4_exp_text",
             replace(STATE, experts="apart", layers="indexed_attention")),
-    **_each("deepseek_v4",
-            replace(STATE, experts="apart", layers="compressed_sparse_attention")),
+    **_each("deepseek_v4", replace(STATE, experts="apart", layers="compressed_sparse_attention")),
     # Attention in code of its own, or with more than queries, keys and values.
     **_each("bloom falcon gptj mpt rwkv codegen gpt_neo gpt_neox_japanese openai-gpt cpmant"
             " reformer xglm xlnet blt doge diffllama inkling_text inkling2_text gemma3n"
@@ -209,7 +209,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
         return NONE
     if outer is not None and outer.sees and inner is not None:
         outer = _seeing(outer, inner)
-    known = outer or inner
+    known = replace(outer, deep=deep_layers(config)) if outer is not None else inner
     others = sorted(set(text.get("layer_types") or ()) - PACKED_LAYERS)
     experts = experts_in(text)
     if known is not None and known.attention == "hybrid" and CARRYING_LAYERS.issuperset(others):

@@ -72,13 +72,13 @@ def grid_sizes(patch):
     return {"size": size, "patch_size": patch, "temporal_patch_size": 2, "merge_size": 2}
 
 
-def seeing_config(kind, patch=PATCH):
+def seeing_config(kind, patch=PATCH, layers=2):
     """The config of a tiny model of a family; grids have patches of `patch` pixels a side."""
     import transformers
 
     turned = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10_000.0}
     ends = {"vision_start_token_id": OPEN, "vision_end_token_id": CLOSE, "video_token_id": 3}
-    text = dict(TEXT)
+    text = TEXT | {"num_hidden_layers": layers}
     if kind == "qwen2_5_vl":
         seen = {"window_size": 4 * patch, "fullatt_block_indexes": [1]}
         vision = GRID | {"depth": 2, "patch_size": patch, **seen}
@@ -143,10 +143,10 @@ def write_tokenizer(path, kind):
     (path / "tokenizer_config.json").write_text(json.dumps(said))
 
 
-def write_seeing(path, kind, seed=0, patch=PATCH):
+def write_seeing(path, kind, seed=0, patch=PATCH, layers=2):
     """The files of a tiny model of a family, with random weights; its path as text.
 
-    Grids have patches of `patch` pixels a side.
+    Grids have patches of `patch` pixels a side; text passes so many `layers`.
     """
     import torch
     import transformers
@@ -154,7 +154,7 @@ def write_seeing(path, kind, seed=0, patch=PATCH):
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
-    plain = transformers.AutoModelForImageTextToText.from_config(seeing_config(kind, patch))
+    plain = transformers.AutoModelForImageTextToText.from_config(seeing_config(kind, patch, layers))
     with torch.no_grad():
         for parameter in plain.parameters():
             # Wide enough that what a picture shows changes what is said of it.

@@ -262,7 +262,8 @@ def test_a_part_that_is_not_there_is_not_frozen():
         ((1, 2, 1), {"uneven": True}),
         ((1, 2, 1), {"uneven": True, "freeze": ("vision",)}),
         ((1, 1, 2), {"freeze": ("vision",)}),
-        ((1, 1, 2), {"sequence": True}),
+        # Rows so few at a time that some have no picture.
+        ((1, 1, 2), {"sequence": True, "micro_tokens": 12}),
         ((1, 2, 1, 1, 2), {"freeze": ("vision",)}),
         ((1, 2, 1, 1, 2), {}),
     ],
@@ -286,17 +287,36 @@ def test_pictures_are_seen_round_a_ring(kind, world, tmp_path):
     assert all(world(2).run(checks.with_pictures, path, (1, 2, 1, 1, 2), options))
 
 
-STAGED = ("qwen2_5_vl", "gemma3", "internvl", "mistral3")
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", [{}, {"freeze": ("vision",)}, {"head": "value"}], ids=str)
+def test_stages_compute_what_one_rank_does(kind, how, world, tmp_path):
+    """The first of two has the tower; positions and what sees both ways reach the other one.
+
+    Of Qwen3-VL it has the two layers that the tower adds to.
+    """
+    path = write_seeing(tmp_path, kind, layers=2 + (kind == "qwen3_vl"))
+    options = {"micro_tokens": 40, "pp": 2, **how}
+    assert all(world(2).run(checks.with_pictures, path, (1, 1, 1), options))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", STAGED)
-@pytest.mark.parametrize("freeze", [(), ("vision",)], ids=str)
-def test_stages_compute_what_one_rank_does(kind, freeze, world, tmp_path):
-    """The first of two has the tower; positions and what sees both ways reach the other one."""
-    path = write_seeing(tmp_path, kind)
-    options = {"micro_tokens": 40, "pp": 2, "freeze": freeze}
-    assert all(world(2).run(checks.with_pictures, path, (1, 1, 1), options))
+@pytest.mark.extra
+@pytest.mark.parametrize(
+    ("shape", "how"),
+    [
+        ((1, 2, 1), {"head": "value"}),
+        ((1, 1, 2), {"sequence": True}),
+        ((1, 2, 1, 1, 2), {}),
+        ((1, 1, 1), {"stages": (2, 1, 1, 1)}),
+        ((1, 1, 1), {"schedule": "zero-bubble"}),
+    ],
+    ids=str,
+)
+def test_stages_with_layers_that_a_tower_adds_to_are_shared_out(shape, how, world, tmp_path):
+    path = write_seeing(tmp_path, "qwen3_vl", layers=5)
+    options = {"micro_tokens": 40, "pp": 2, **how}
+    assert all(world(2 * shape[1] * shape[2]).run(checks.with_pictures, path, shape, options))
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,6 @@ import pytest
 import rlflow as rf
 from rlflow import ops
 from rlflow.errors import PlanError
-from rlflow.modelfiles.families import family_of
-from rlflow.modelfiles.layouts.stages import staging_finding
 from rlflow.modelfiles.pictures.sights import seen_in, sight_in
 from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.devices.cluster import cpu_cluster, parse_cluster
@@ -26,18 +25,19 @@ from tests.conftest import TINY
 SHAPES = Path(__file__).parents[2] / "pipelines" / "assets" / "shapes-tiny"
 
 
-def qwen3(folder: Path) -> str:
+def qwen3(folder: Path, deep: Sequence[int] = (), **text: object) -> str:
     """The config of the tiny model of the assets, as one of Qwen3-VL has it."""
     config = json.loads((SHAPES / "config.json").read_text())
     config["model_type"] = "qwen3_vl"
-    config["text_config"]["model_type"] = "qwen3_vl_text"
+    config["text_config"] |= {"model_type": "qwen3_vl_text", **text}
     config["vision_config"] |= {"num_position_embeddings": 16, "model_type": "qwen3_vl_vision"}
+    config["vision_config"]["deepstack_visual_indexes"] = list(deep)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").symlink_to(SHAPES / "preprocessor_config.json")
     return str(folder)
 
 
-def seeing(path: str, freeze: str | tuple[str, ...] = (), **rollout: object) -> Plan:
+def seeing(path: str, freeze: str | tuple[str, ...] = (), pp: int = 1, **rollout: object) -> Plan:
     @rf.pipeline()
     def drawn(cfg: rf.Config) -> None:
         adam = rf.AdamW(lr=1e-3)
@@ -47,9 +47,9 @@ def seeing(path: str, freeze: str | tuple[str, ...] = (), **rollout: object) -> 
         adv = ops.advantage("grpo", samples, ops.reward(lambda response: 1.0, samples))
         ops.update(actor, samples, adv, loss=rf.PolicyLoss("ppo_clip"))
 
-    assign = {"*": rf.on("all"), "actor.rollout": rf.on("gen", **rollout)}
-    placement = rf.Placement(pools={"all": 1, "gen": 2}, assign=assign)
-    devices = cpu_cluster(3, threads=1, memory=1.5e9)
+    assign = {"*": rf.on("all", pp=pp), "actor.rollout": rf.on("gen", **rollout)}
+    placement = rf.Placement(pools={"all": pp, "gen": 2}, assign=assign)
+    devices = cpu_cluster(2 + pp, threads=1, memory=1.5e9)
     return compile_plan(drawn.trace(drawn.config()), placement, devices).plan
 
 
@@ -243,9 +243,14 @@ def test_the_verifier_knows_how_much_of_a_model_is_trained(layout: Any, dtype: A
     assert any("its targets lack" in each for each in told)
 
 
-def test_a_value_head_of_a_model_that_sees_is_on_one_stage() -> None:
-    family = family_of(json.loads((SHAPES / "config.json").read_text()))
-    assert staging_finding("m", family, 4, 2) is None
-    found = staging_finding("m", family, 4, 2, head="value")
-    assert found is not None
-    assert ("E531", 'head="value" of a model that sees pictures') == (found.code, found.got)
+@pytest.mark.parametrize(("layers", "pp", "cut"), [(5, 2, (3, 2)), (5, 3, (3, 1, 1)), (5, 4, ())])
+def test_the_first_stage_has_the_layers_that_a_tower_adds_to(
+    tmp_path: Path, layers: int, pp: int, cut: tuple[int, ...]
+) -> None:
+    """Of Qwen3-VL these are the first, as many as layers of the tower that are seen deep."""
+    path = qwen3(tmp_path, deep=[0, 1, 1], num_hidden_layers=layers)
+    if cut:
+        assert seeing(path, pp=pp).instance("actor@all").stages == cut
+        return
+    with pytest.raises(PlanError, match=r"(?s)E531.*3 in the first.*pp=3\)"):
+        seeing(path, pp=pp)

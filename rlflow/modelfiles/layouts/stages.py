@@ -13,12 +13,9 @@ from rlflow.modelfiles.families import Family
 
 
 def staging_finding(
-    path: str, family: Family, layers: int, pp: int, virtual: int = 1, *, head: str = "lm"
+    path: str, family: Family, layers: int, pp: int, virtual: int = 1
 ) -> Finding | None:
-    """E531 where a model cannot be cut into `pp` x `virtual` stages of whole layers; None else.
-
-    Of a model that sees, the weights of a body under another `head` are not found stage by stage.
-    """
+    """E531 where a model cannot be cut into `pp` x `virtual` stages of whole layers; None else."""
     if pp == 1 and virtual == 1:
         return None
     if pp == 1:
@@ -36,24 +33,23 @@ def staging_finding(
             got="a family whose stages were never compared with the whole model",
             fix="rf.on(..., pp=1)",
         )
-    if family.sees and head != "lm":
-        return Finding(
-            code="E531",
-            what=f"pp={pp}: the layers of model {path!r} cannot be cut into stages",
-            got=f'head="{head}" of a model that sees pictures',
-            expected='head="lm", or ranks by fsdp= or tp=',
-            fix="rf.on(..., pp=1)",
-        )
-    if pp * virtual <= layers:
+    most, first = most_stages(family, layers), max(1, family.deep)
+    if pp * virtual <= most:
         return None
     each = f" virtual={virtual}" if virtual > 1 else ""
+    deep = f", and {first} in the first, to which a tower adds" if first > 1 else ""
     return Finding(
         code="E531",
-        what=f"pp={pp}{each}: model {path!r} has fewer layers than stages",
+        what=f"pp={pp}{each}: model {path!r} has fewer layers than its stages ask for",
         got=f"{layers} layers",
-        expected="one layer in each stage at least",
-        fix=f"rf.on(..., pp={min(pp, layers)})",
+        expected=f"one layer in each stage at least{deep}",
+        fix=f"rf.on(..., pp={min(pp, most)})",
     )
+
+
+def most_stages(family: Family, layers: int) -> int:
+    """How many stages so many layers have at the most; the first has all to which a tower adds."""
+    return max(1, layers - max(1, family.deep) + 1)
 
 
 def splitting_finding(
@@ -114,14 +110,15 @@ def weights_behind(place: int) -> int:
 
 @cache
 def stage_layers(
-    layers: int, pp: int, *, layer: float = 1, first: float = 0, last: float = 0
+    layers: int, pp: int, *, layer: float = 1, first: float = 0, last: float = 0, least: int = 1
 ) -> tuple[int, ...]:
-    """How many of a model's layers each of `pp` stages has, at least one.
+    """How many of a model's layers each of `pp` stages has, at least one, and the first `least`.
 
     A layer weighs `layer`; the first stage has `first` beside its layers, the last `last`. The
     heaviest stage is as light as it can be. Of the cuts of which that holds, later stages have what
     they can: those before them have more passes under way.
     """
+    fewest = [least] + [1] * (pp - 1)
     beside = [0.0] * pp
     beside[0] += first
     beside[-1] += last
@@ -129,15 +126,20 @@ def stage_layers(
         weight
         for stage in {0, 1 % pp, pp - 1}
         for count in range(1, layers + 1)
-        if sum(_fitting(weight := beside[stage] + count * layer, beside, layer)) >= layers
+        if sum(_fitting(weight := beside[stage] + count * layer, beside, layer, fewest)) >= layers
     )
     left, found = layers, list[int]()
-    for before, most in reversed(list(enumerate(_fitting(heaviest, beside, layer)))):
-        found.insert(0, left if before == 0 else min(most, left - before))
+    for before, most in reversed(list(enumerate(_fitting(heaviest, beside, layer, fewest)))):
+        found.insert(0, left if before == 0 else min(most, left - sum(fewest[:before])))
         left -= found[0]
     return tuple(found)
 
 
-def _fitting(weight: float, beside: Sequence[float], layer: float) -> list[int]:
-    """How many layers each stage has at the most where it weighs no more, one at the least."""
-    return [max(1, int((weight - each) / layer + 1e-9)) for each in beside]
+def _fitting(
+    weight: float, beside: Sequence[float], layer: float, fewest: Sequence[int]
+) -> list[int]:
+    """How many layers each stage has at the most where it weighs no more, `fewest` at the least."""
+    return [
+        max(few, int((weight - each) / layer + 1e-9))
+        for each, few in zip(beside, fewest, strict=True)
+    ]

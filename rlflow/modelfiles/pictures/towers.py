@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal
 
 from rlflow.errors import Finding, known_names, near_names
+from rlflow.modelfiles.configs import deep_layers
 from rlflow.modelfiles.families import family_of
 
 TOWERS = ("visual", "vision_tower", "multi_modal_projector")
@@ -97,7 +98,7 @@ def _qwen3(config: Mapping[str, Any], hidden: int) -> tuple[int, int]:
     layer += _linear(wide, inner) + _linear(inner, wide)
     out = int(vision.get("out_hidden_size", hidden))
     merger = _linear(merged, merged) + _linear(merged, out)
-    deep = len(vision.get("deepstack_visual_indexes", ()))
+    deep = deep_layers(config)
     mergers = merger + 2 * wide + deep * (merger + 2 * merged)
     placed = int(vision["num_position_embeddings"]) * wide
     return int(vision["depth"]) * layer + placed + _patches(vision, wide) + wide, mergers

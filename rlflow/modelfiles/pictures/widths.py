@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rlflow.modelfiles.configs import deep_layers
 from rlflow.modelfiles.pictures.sights import CHANNELS, Sight
 from rlflow.modelfiles.pictures.towers import Part
 
@@ -116,7 +117,7 @@ def tower_widths(
         inner=int(said["intermediate_size"]),
         vision=max(seeing.get("vision", 0) - placed * wide - _pooled(kind, said), 0),
         projector=seeing.get("projector", 0),
-        projectors=1 + len(said.get("deepstack_visual_indexes", ())),
+        projectors=1 + deep_layers(config),
         pixels=CHANNELS * frames * side * side,
         patches=float(patches),
         windowed=layers - len(full) if full is not None else 0,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from rlflow.graph.graph import Graph
 from rlflow.graph.model import AdamW, Muon
 from rlflow.modelfiles.host_memory import LOADING_PIECE
+from rlflow.modelfiles.layouts.stages import most_stages
 from rlflow.modelfiles.visits import visiting_bytes, widened_bytes
 from rlflow.scheduler.costs.layouts import (
     CUTS,
@@ -74,7 +75,7 @@ class Sizes:
         if shape is not None and shape.tower and not instance.engine_plan.in_process:
             sizes = (shape.tower - shape.projector, shape.projector)
             instance = replace(instance, seeing=sizes if instance.tp > 1 or count > 1 else ())
-        if count == 1 or shape is None or shape.layers < count:
+        if count == 1 or shape is None or most_stages(shape.family, shape.layers) < count:
             return instance
         predicts = self.graph.model(instance.model).head != "value"
         return replace(instance, stages=cut_of(shape, count, predicts=predicts))

@@ -9,22 +9,27 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from rlflow.modelfiles.layouts.stages import stage_layers
+from rlflow.modelfiles.layouts.stages import most_stages, stage_layers
 from rlflow.scheduler.models.shapes import Shape
 
 
 def cut_of(shape: Shape, count: int, *, predicts: bool) -> tuple[int, ...]:
     """How many layers each of `count` stages has, so that the heaviest is as light as can be.
 
-    A stage weighs the parameters that a token passes in it. The first has the embedding, the last
-    a head where the model `predicts` tokens.
+    A stage weighs the parameters that a token passes in it. The first has the embedding, and
+    the layers that a tower adds to, the last a head where the model `predicts` tokens.
     """
     if count == 1:
         return (shape.layers,)
     words = shape.vocab * shape.hidden
     layer = max(shape.active - shape.embedding, shape.layers) / shape.layers
     return stage_layers(
-        shape.layers, min(count, shape.layers), layer=layer, first=words, last=words * predicts
+        shape.layers,
+        min(count, most_stages(shape.family, shape.layers)),
+        layer=layer,
+        first=words,
+        last=words * predicts,
+        least=max(1, shape.family.deep),
     )
 
 

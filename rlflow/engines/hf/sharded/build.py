@@ -113,7 +113,7 @@ def load_sharded(
         config = read(path, lambda: config_of(path, dtype))
         check_layers(path, config)
         check_family(path, config, ranks.sizes, ranks.ep, cp_by, sequence=sequence, stages=stages)
-        stage = stage_of(ranks, config.get_text_config().num_hidden_layers, stages)
+        stage = stage_of(ranks, config, stages)
         stored = stored_head(path, config, head, init, fresh_head)
         module = read(path, lambda: skeleton(path, config, head, dtype, stored))
     how = trained_in_part(module, lora, freeze, path, seed)

@@ -119,10 +119,11 @@ def _begin_with_pictures(
 def _deepened(split: Split, hidden: Tensor, _: Tensor, made: Tensor) -> Tensor:
     """A rank's hidden states `[1, part, size]`, with what a tower's layer adds to a picture's.
 
-    Every rank has `made` that of all pictures, and gradients of its own tokens alone.
+    Every rank has `made` that of all pictures, or of a blank one that no token stands for, and
+    gradients of its own tokens alone.
     """
     places = picture_places()
-    if packed_tokens() is None:
+    if packed_tokens() is None or not len(places):
         return added_at(hidden, places, made)
     start = split.rank * hidden.shape[1]
     own = (places >= start) & (places < start + hidden.shape[1])

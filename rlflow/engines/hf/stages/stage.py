@@ -20,10 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rlflow.contract.engines import ModelConfig
 from rlflow.engines.hf.recompute import text_layers
 from rlflow.engines.hf.routing.routers import find_routers
 from rlflow.engines.hf.sharded.mesh import PAIRS, Axis, MeshRanks
 from rlflow.engines.hf.stages.elsewhere import Elsewhere, PlaceWithin, Unread
+from rlflow.modelfiles.families import family_of
 from rlflow.modelfiles.layouts.stages import stage_layers
 from rlflow.modelfiles.pictures.sights import GIVEN
 from rlflow.modelfiles.pictures.towers import TOWERS, is_tower
@@ -247,16 +249,20 @@ class LayerStage:
         return found.flatten(1)
 
 
-def stage_of(ranks: MeshRanks, layers: int, stages: tuple[int, ...] | int = 1) -> LayerStage | None:
+def stage_of(
+    ranks: MeshRanks, config: ModelConfig, stages: tuple[int, ...] | int = 1
+) -> LayerStage | None:
     """The stages of this rank, of so many layers each or so many of them; None where there is one.
 
-    `layers` are those of the model.
+    The layers are those of a model of that `config`.
     """
     count = ranks.sizes["pp"]
     if count == 1:
         return None
     known = isinstance(stages, tuple) and stages
-    return LayerStage(ranks, known or stage_layers(layers, count * stages_each(stages, count)))
+    layers, count = config.get_text_config().num_hidden_layers, count * stages_each(stages, count)
+    least = max(1, family_of(config.to_dict()).deep)
+    return LayerStage(ranks, known or stage_layers(layers, count, least=least))
 
 
 def stages_each(stages: tuple[int, ...] | int, count: int) -> int:

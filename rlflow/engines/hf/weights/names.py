@@ -8,6 +8,8 @@ from torch import nn
 
 # What GPT-NeoX's files call the head over the vocabulary.
 VOCABULARY = {"lm_head.weight": "embed_out.weight"}
+# What a model that sees calls its language model; in Qwen2.5-VL's files that is the body itself.
+LANGUAGE = "language_model."
 
 
 def tied_names(module: nn.Module) -> dict[str, list[str]]:
@@ -41,4 +43,5 @@ def names_in_file(names: list[str], inner: Any) -> list[str]:
         *plain,
         *(name.removeprefix(prefix) for name in plain),
         *(prefix + name for name in plain),
+        *(prefix + name.removeprefix(LANGUAGE) for name in plain if name.startswith(LANGUAGE)),
     ]

@@ -282,7 +282,7 @@ def _uncomputed(
     apart = (shape.heads, instance.cp, instance.tp, instance.cp_by, shape.carrying)
     found.append(context_finding(model.path, shape.family, *apart, windows=shape.windows))
     stages = (shape.layers, instance.pp, instance.virtual)
-    found.append(staging_finding(model.path, shape.family, *stages, head=model.head))
+    found.append(staging_finding(model.path, shape.family, *stages))
     if isinstance(model.optimizer, Muon) and shape.family.experts != "none":
         found.append(stacked_finding(model.path))
     if model.router is not None:
