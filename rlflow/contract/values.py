@@ -7,11 +7,12 @@ types without loading it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from rlflow.batch import Batch
@@ -23,6 +24,8 @@ LossFunction = Callable[["dict[str, Tensor]", "Batch"], "tuple[Tensor, dict[str,
 
 
 Box = tuple[tuple[int, int], ...]
+# Tensors that travel together, by what they are.
+Named = Mapping[tuple[str | int, ...], "Tensor"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +153,20 @@ class Stat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Moving:
+    """Live rows move from the fullest replica to the emptiest, after every so many turns.
+
+    With `reread` they bring the tokens that they have got, and what they have seen is read again;
+    else keys, values and states as they are. `pass_on(named, source, target, device)` brings named
+    tensors from one replica to another, on the device of the target; both call it.
+    """
+
+    every: int
+    reread: bool
+    pass_on: Callable[[Named, int, int, torch.device], Named]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InFlight:
     """Rows that a continuous rollout goes on with, or may begin: those of a group stand together.
 
@@ -161,7 +178,8 @@ class InFlight:
     turns are made or fewer than `few` rows are live. In a turn every live row gets a token.
 
     Several `replicas` share the rows; that of number `own` decodes here. All make their turns
-    together: the numbers that each gives `told` in a turn it gives to all, sorted.
+    together: the numbers that each gives `told` in a turn it gives to all, sorted. They do so in
+    every turn, or in every so many as rows are `moving` after where `met` can wait until then.
     """
 
     seen: Tensor
@@ -177,6 +195,8 @@ class InFlight:
     replicas: int = 1
     own: int = 0
     told: Callable[[Sequence[int]], Sequence[int]] = sorted
+    tells: int = 1
+    moving: Moving | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +206,8 @@ class Advanced:
     `finished` bool `[rows]` says which ended by themselves, `over` which ended at all. `begun` are
     the groups that have begun, `ended` those that were completed now, the earliest first. `turns`
     is 0 where an engine counts none. Of rows that others decoded there are no tokens, and they are
-    not `finished`.
+    not `finished`. Where rows have `moved`, so many in all, `places` int64 says of each token here
+    which one of those that its row has got now it is; `live` is how many rows each turn had here.
     """
 
     response_tokens: Tensor
@@ -196,3 +217,6 @@ class Advanced:
     begun: frozenset[int]
     ended: tuple[int, ...]
     turns: int = 0
+    places: Tensor | None = None
+    moved: int = 0
+    live: tuple[int, ...] = ()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from rlflow.batch import flat, joined_rows, lengths, ragged, ragged_rows, select_field
-from rlflow.contract.values import InFlight, Reach, SampleKey, Sampling
+from rlflow.contract.values import InFlight, Moving, Reach, SampleKey, Sampling
 from rlflow.engines.hf.generate.continuous import STOP
 from rlflow.engines.hf.generate.entered import EnteredCache, LiveRows
 from rlflow.engines.hf.loading import load_model
@@ -18,6 +20,7 @@ from rlflow.engines.hf.rollout import TorchRollout
 from rlflow.errors import RunError
 from rlflow.graph.rules import bands
 from tests.engines.test_paged_decoding import FAMILIES
+from tests.ops.parts import Meeting
 
 pytestmark = pytest.mark.torch
 
@@ -209,3 +212,54 @@ def test_a_band_of_its_own_has_to_save_more_than_it_costs():
     assert 3 == bands.first_narrow([20, 60, 300], [8, 8, 8])
     assert 0 == bands.first_narrow([], [])
     assert 300 * 8 + 60 * 16 == bands.columns_read([300, 60, 50], [8, 8, 8])
+
+
+def replicas_of(path, asked, sampling, count: int, every: int, *, reread: bool):
+    """What each of some replicas has made of rows that move, in a thread each."""
+    meeting, key = Meeting(count), SampleKey(seed=1, iteration=0, stream="rollout")
+    mail = {(s, t): queue.Queue() for s in range(count) for t in range(count)}
+
+    def part(home: int):
+        def told(ended):
+            return sorted(itertools.chain(*meeting.all_of(home, list(ended))))
+
+        def pass_on(named, source, target, device):
+            if home == target:
+                return mail[source, target].get(timeout=60)
+            mail[source, target].put({name: each.clone() for name, each in named.items()})
+            return {}
+
+        moving = Moving(every=every, reread=reread, pass_on=pass_on)
+        own = replace(asked, replicas=count, own=home, told=told, tells=every, moving=moving)
+        return engine(path).advance(own, sampling, key)
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(part, range(count)))
+
+
+@pytest.mark.parametrize("reread", [False, True], ids=["cache", "reread"])
+@pytest.mark.parametrize(("family", "count"), [("qwen2", 2), ("gptoss", 3)])
+def test_rows_that_move_draw_the_same_tokens(model_dir, family, count, reread):
+    path, long = model_dir(family), replace(SAMPLING, max_new_tokens=70, stop_tokens=(0, 1))
+    asked = flight(never, 100)
+    whole = engine(path).advance(asked, long, SampleKey(seed=1, iteration=0, stream="rollout"))
+    found = replicas_of(path, asked, long, count, 4, reread=reread)
+    assert 0 < found[0].moved
+    assert 1 == len({each.moved for each in found})
+    many = torch.tensor(list(itertools.zip_longest(*(each.live for each in found))))
+    assert bool((many[4::4].amax(1) - many[4::4].amin(1) <= 1).all()), "rows were not evened"
+    for row, tokens in enumerate(whole.response_tokens.unbind()):
+        parts = [(p, t, s) for each in found for p, t, s in of_row(each, row)]
+        places, had, scores = zip(*sorted(parts), strict=True)
+        assert tokens.tolist() == list(had)
+        assert list(range(len(had))) == list(places)
+        assert whole.log_probs[row].tolist() == pytest.approx(list(scores), abs=1e-5)
+    assert torch.equal(whole.finished, torch.stack([each.finished for each in found]).any(0))
+
+
+def of_row(made, row: int):
+    """The places, tokens and log-probs of a row as one replica has them."""
+    ends = lengths(made.response_tokens).cumsum(0).tolist()
+    here = slice(ends[row - 1] if row else 0, ends[row])
+    columns = made.places, flat(made.response_tokens), flat(made.log_probs)
+    return zip(*(column[here].tolist() for column in columns), strict=True)

@@ -141,9 +141,18 @@ class Dealing:
         self._take(self._emptiest(), group, rows)
         return True
 
-    def ends(self, group: int) -> None:
-        """A row of a group has ended."""
-        self.live[self.homes[group]] -= 1
+    def ends(self, group: int, home: int | None = None) -> None:
+        """A row of a group has ended: in its `home`, where rows move, else in its group's."""
+        self.live[self.homes[group] if home is None else home] -= 1
+
+    def evened(self) -> Iterator[tuple[int, int]]:
+        """Move rows one by one until no replica has two more than another; (from, to) of each."""
+        while max(self.live) - min(self.live) > 1:
+            fullest = max(range(self.replicas), key=self.live.__getitem__)
+            emptiest = self._emptiest()
+            self.live[fullest] -= 1
+            self.live[emptiest] += 1
+            yield fullest, emptiest
 
     def _emptiest(self) -> int:
         return min(range(self.replicas), key=self.live.__getitem__)

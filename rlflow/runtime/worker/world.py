@@ -10,13 +10,14 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from rlflow.contract.values import Named
 from rlflow.engines.hf.sharded.mesh import PAIRS
 from rlflow.engines.process.nodes import Nodes, free_port
 from rlflow.runtime.worker.hosts import Site, replica_hosts
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_HOST = torch.device("cpu")
 MESH = ("replicate", "pp", "fsdp", "tp")
 EXPERTS = ("replicate", "pp", "shard", "ep", "tp")
 CONTEXT = ("replicate", "pp", "rows", "cp", "tp")
@@ -251,6 +253,24 @@ class GroupPeers:
         everyone = [torch.empty_like(mine) for _ in range(self._parts)]
         dist.all_gather(everyone, mine, group=self._group)
         return torch.cat([part[: int(size)] for part, size in zip(everyone, counts, strict=True)])
+
+    def pass_on(self, named: Named, source: int, target: int, device: torch.device) -> Named:
+        """Bring named tensors from one part to another, to whose `device` they go; both call it.
+
+        The source is answered none.
+        """
+        if self._part == source:
+            what = [(name, each.dtype, tuple(each.shape)) for name, each in named.items()]
+            dist.send_object_list([what], group=self._group, group_dst=target, device=_HOST)
+            for each in named.values():
+                dist.send(each.contiguous(), group=self._group, group_dst=target)
+            return {}
+        told: list[Any] = [None]
+        dist.recv_object_list(told, group=self._group, group_src=source, device=_HOST)
+        found = {name: torch.empty(shape, dtype=of, device=device) for name, of, shape in told[0]}
+        for each in found.values():
+            dist.recv(each, group=self._group, group_src=source)
+        return found
 
     def share(self, n: int) -> range:
         """Every `parts`-th of them, from this part's own number on."""

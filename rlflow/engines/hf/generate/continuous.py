@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlflow.batch import ragged
+from rlflow.batch import joined_rows, ragged, select_field, split_rows
 from rlflow.contract.progress import advance
-from rlflow.contract.values import Advanced, InFlight, SampleKey, Sampling
+from rlflow.contract.values import Advanced, InFlight, Moving, SampleKey, Sampling
 from rlflow.engines.hf.generate.decoding import DRAWN
 from rlflow.engines.hf.generate.entered import LiveRows
 from rlflow.engines.hf.generate.rng import uniforms
@@ -49,9 +49,17 @@ class ContinuousDecoding:
         self.begun = set(rows.begun)
         self.ended: list[int] = []
         self.got = np.zeros(count, dtype=np.int64)
+        # Of rows that move: who has each, in which turn it began, and what it has brought here.
+        self.home = np.full(count, -1, dtype=np.int64)
+        self.began = np.zeros(count, dtype=np.int64)
+        self.brought: dict[int, Tensor] = {}
+        self.moved = 0
+        self.untold: list[int] = []
         self.numbers = np.zeros((count, DRAWN))
-        # Of each turn: the rows that were live, and what they drew.
+        # Of each turn: the rows that were live, how many tokens they had, and what they drew.
         self.taken: list[np.ndarray] = [np.zeros(0, dtype=np.int64)]
+        self.places: list[np.ndarray] = [np.zeros(0, dtype=np.int64)]
+        self.live: list[int] = []
         self.tokens = [torch.zeros(0, dtype=torch.int64, device=device)]
         self.log_probs = [torch.zeros(0, dtype=torch.float32, device=device)]
         self.finished = np.zeros(count, dtype=bool)
@@ -81,8 +89,9 @@ class ContinuousDecoding:
                 if met and self.dealing.total < self.rows.few:
                     break
                 self._turn()
-                self.turns += 1
                 advance(1, "turns of tokens")
+                if (moving := self.rows.moving) and self.turns % moving.every == 0:
+                    self._even(moving)
         return self._result()
 
     def _begin(self) -> bool:
@@ -94,6 +103,7 @@ class ContinuousDecoding:
                 break
             self.waiting.popleft()
             self.begun.add(group)
+            self.home[where], self.began[where] = self.dealing.homes[group], self.turns
             if self.dealing.homes[group] == self.rows.own:
                 entering.append(where)
         self.part.enter(entering)
@@ -102,10 +112,63 @@ class ContinuousDecoding:
     def _turn(self) -> None:
         """Draw a token of every live row."""
         drawn = self._draw(self.part) if len(self.part.live) else None
-        over = [] if drawn is None else self.part.live[~drawn[1]].tolist()
-        self._note(self.rows.told([*over, *([STOP] if self.stopped() else [])]))
+        self.live.append(len(self.part.live))
+        self.untold += [] if drawn is None else self.part.live[~drawn[1]].tolist()
+        self.turns += 1
+        if self.turns % self.rows.tells == 0:
+            self._note(self.rows.told([*self.untold, *([STOP] if self.stopped() else [])]))
+            self.untold = []
         if drawn is not None:
             self.part.follow(*drawn)
+
+    def _even(self, moving: Moving) -> None:
+        """Move rows until no replica has two more than another: of the fullest the shortest."""
+        found: dict[tuple[int, int], list[int]] = {}
+        waiting: dict[int, list[int]] = {}
+        context = self.part.sizes.numpy() + self.turns - self.began
+        for source, target in self.dealing.evened():
+            if source not in waiting:
+                rows = np.flatnonzero((self.home == source) & ~self.over.numpy())
+                order = np.argsort(context[rows], kind="stable")
+                waiting[source] = rows[order[::-1]].tolist()
+            row = waiting[source].pop()
+            self.home[row] = target
+            found.setdefault((source, target), []).append(row)
+        for (source, target), rows in found.items():
+            self.moved += len(rows)
+            if self.rows.own in (source, target):
+                self._move(np.array(sorted(rows)), source, target, moving)
+
+    def _move(self, rows: np.ndarray, source: int, target: int, moving: Moving) -> None:
+        """Have rows go from here, or come here, with the tokens that they have got."""
+        device = self.model.device
+        if self.rows.own == source:
+            tokens = [self._tokens(row) for row in rows.tolist()]
+            states = {} if moving.reread else self.part.states_of(rows)
+            self.part.leave(rows)
+            moving.pass_on({("tokens",): torch.cat(tokens), **states}, source, target, device)
+            return
+        named = moving.pass_on({}, source, target, device)
+        self.got[rows] = self.turns - self.began[rows]
+        sizes = torch.from_numpy(self.got[rows])
+        tokens = ragged(named["tokens",].cpu(), sizes)
+        self.brought |= dict(zip(rows.tolist(), split_rows(tokens), strict=True))
+        if self.sampling.temperature:
+            self._draw_numbers(rows)
+        if moving.reread:
+            seen = select_field(self.rows.seen, torch.from_numpy(rows))
+            self.part.come(rows, joined_rows(seen, tokens))
+        else:
+            self.part.come(rows, named)
+
+    def _tokens(self, row: int) -> Tensor:
+        """All tokens that a row has got, int64, those that it has brought along first."""
+        before = self.brought.get(row, self.tokens[0])
+        got = [before.to(self.model.device)]
+        for live, places, tokens in zip(self.taken, self.places, self.tokens, strict=True):
+            here = np.flatnonzero((live == row) & (places >= len(before)))
+            got += [tokens[here[0], None]] if len(here) else []
+        return torch.cat(got)
 
     def _note(self, ended: Sequence[int]) -> None:
         """Rows have ended, of whichever replica; groups are complete with the last of theirs."""
@@ -115,7 +178,7 @@ class ContinuousDecoding:
                 continue
             self.over[row] = True
             group = int(self.groups[row])
-            self.dealing.ends(group)
+            self.dealing.ends(group, int(self.home[row]))
             self.left[group] -= 1
             if not self.left[group]:
                 self.ended.append(group)
@@ -127,6 +190,7 @@ class ContinuousDecoding:
         uniform = torch.from_numpy(self._uniform(live)).to(self.model.device)
         tokens, log_probs = draw_tokens(part.logits, uniform, self.sampling)
         self.taken.append(live)
+        self.places.append(self.got[live])
         self.tokens.append(tokens)
         self.log_probs.append(log_probs)
         self.got[live] += 1
@@ -142,18 +206,24 @@ class ContinuousDecoding:
         place = self.got[live] % DRAWN
         lacking = live[place == 0]
         if len(lacking):
-            first = self.made[lacking] + self.got[lacking]
-            key, draws = self.key, self.draws[lacking]
-            self.numbers[lacking] = uniforms(
-                key.seed, draws, key.stream, self.ids[lacking], DRAWN, first=first
-            )
+            self._draw_numbers(lacking)
         found: np.ndarray = self.numbers[live, place]
         return found
 
+    def _draw_numbers(self, rows: np.ndarray) -> None:
+        """The random numbers of rows for the DRAWN tokens among which their next ones are."""
+        first = self.made[rows] + self.got[rows] // DRAWN * DRAWN
+        key, draws = self.key, self.draws[rows]
+        self.numbers[rows] = uniforms(
+            key.seed, draws, key.stream, self.ids[rows], DRAWN, first=first
+        )
+
     def _result(self) -> Advanced:
         """What all rows have got, on the CPU; raises NumericsError E652 for logits not finite."""
-        sizes = torch.from_numpy(self.got)
-        by_row = torch.from_numpy(np.argsort(np.concatenate(self.taken), kind="stable"))
+        taken = np.concatenate(self.taken)
+        sizes = torch.from_numpy(np.bincount(taken, minlength=len(self.got)))
+        order = np.argsort(taken, kind="stable")
+        by_row = torch.from_numpy(order)
         log_probs = torch.cat(self.log_probs).cpu()[by_row]
         require_finite(log_probs)
         return Advanced(
@@ -164,4 +234,7 @@ class ContinuousDecoding:
             begun=frozenset(self.begun),
             ended=tuple(self.ended),
             turns=self.turns,
+            places=torch.from_numpy(np.concatenate(self.places)[order]),
+            moved=self.moved,
+            live=tuple(self.live),
         )

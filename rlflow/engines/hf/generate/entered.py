@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlflow.batch import lengths, select_field
-from rlflow.contract.values import InFlight
+from rlflow.contract.values import InFlight, Named
 from rlflow.engines.hf.forward.packed import pack_prompts
 from rlflow.engines.hf.generate.attention import DecodeAttention
 from rlflow.engines.hf.generate.cache import MULTIPLE, KeyValueCache, filled_up, stored_parts
@@ -173,16 +173,69 @@ class LiveRows:
             sources += [len(read) + (0 if alike else k) for k in range(len(where))]
             read += [where[0]] if alike else where.tolist()
         seen = select_field(self.rows.seen, torch.tensor(read))
+        self._read(seen, np.concatenate(groups), torch.tensor(sources))
+
+    def _read(self, seen: Tensor, rows: np.ndarray, sources: Tensor) -> None:
+        """Read ragged `seen [m, j]`, and take rows in, each behind the one of it in `sources`."""
         sizes = lengths(seen)
         layout = pack_prompts(seen, self.model.device)
         filled = KeyValueCache(sizes, 1, 1, self.model.device)
         logits = prefill(self.model, filled, layout, layout.targets)[: layout.predictions]
-        order = torch.tensor(sources, device=self.model.device)
-        self.cache.enter(filled, order)
-        logits = logits[order]
-        self.logits = logits if self.logits is None else torch.cat([self.logits, logits])
-        self.live = np.concatenate([self.live, *groups])
+        self._take(filled, logits, rows, sources.to(self.model.device))
         self.read += int(sizes.sum())
+
+    def _take(
+        self, filled: KeyValueCache, logits: Tensor, rows: np.ndarray, sources: Tensor
+    ) -> None:
+        """Take rows in behind those that are live: those `sources` of a filled cache."""
+        self.cache.enter(filled, sources)
+        logits = logits[sources]
+        self.logits = logits if self.logits is None else torch.cat([self.logits, logits])
+        self.live = np.concatenate([self.live, rows])
+
+    def come(self, rows: np.ndarray, found: Named | Tensor) -> None:
+        """Take rows in that have grown elsewhere, from what they are there or from all tokens.
+
+        Those are ragged int64 `[rows, j]`, prompt and response so far, and are read again.
+        """
+        sources = torch.arange(len(rows))
+        if isinstance(found, torch.Tensor):
+            self._read(found, rows, sources)
+            return
+        filled = KeyValueCache(found["lengths",].cpu(), 1, 0, self.model.device)
+        for kind, *which in found:
+            if kind == "part":
+                layer, count = int(which[0]), len([k for k in found if k[:2] == (kind, which[0])])
+                filled.buffers[layer] = tuple(found[kind, layer, n] for n in range(count))
+            elif kind == "state":
+                layer, name, number = which
+                state = found[kind, layer, name, number]
+                filled.states.setdefault(int(layer), {})[str(name), int(number)] = state
+        self._take(filled, found["logits",], rows, sources.to(self.model.device))
+
+    def states_of(self, rows: np.ndarray) -> dict[tuple[str | int, ...], Tensor]:
+        """What live rows have of keys, values and states, and their logits."""
+        assert self.logits is not None
+        cache, by_row = self.cache, np.argsort(self.live)
+        where = torch.from_numpy(by_row[np.searchsorted(self.live, rows, sorter=by_row)])
+        where = where.to(self.model.device)
+        sizes = cache.lengths[where]
+        columns = int(sizes.max())
+        found: dict[tuple[str | int, ...], Tensor] = {("lengths",): sizes}
+        found["logits",] = self.logits[where]
+        for layer, parts in cache.buffers.items():
+            for number, part in enumerate(parts):
+                found["part", layer, number] = part[where, :, :columns]
+        for layer, states in cache.states.items():
+            found |= {("state", layer, *name): each[where] for name, each in states.items()}
+        return found
+
+    def leave(self, rows: np.ndarray) -> None:
+        """Rows that are live are so no longer; some others go on."""
+        assert self.logits is not None
+        kept = torch.from_numpy(np.flatnonzero(~np.isin(self.live, rows))).to(self.model.device)
+        kept = kept[torch.argsort(self.cache.leave(kept))]
+        self.live, self.logits = self.live[kept.cpu().numpy()], self.logits[kept]
 
     def follow(self, tokens: Tensor, going: np.ndarray) -> None:
         """Go on after `tokens [live]` with the rows that are `going`, bool `[live]`."""

@@ -176,9 +176,12 @@ def of_all(made: Advanced, peers: Peers) -> Advanced:
     """What became of the rows of all replicas, of which `made` has the tokens of those here."""
     count = len(made.over)
     rows = torch.arange(count).repeat_interleave(lengths(made.response_tokens))
-    columns = rows, flat(made.response_tokens), flat(made.log_probs)
+    places = torch.zeros_like(rows) if made.places is None else made.places
+    columns = rows, flat(made.response_tokens), flat(made.log_probs), places
     # Numbers of 24 bits and token ids are exact in float64.
     found = peers.gather(torch.stack([column.double() for column in columns], 1))
+    # Rows that have moved lie here and there: by row, and within it by place.
+    found = found[torch.argsort(found[:, 3], stable=True)]
     found = found[torch.argsort(found[:, 0], stable=True)]
     sizes = torch.bincount(found[:, 0].long(), minlength=count)
     finished = torch.zeros(count, dtype=torch.bool)
