@@ -71,7 +71,7 @@ class Op:
 
     `continued` is its body where rows go on from one iteration to the next; it then `recalls` them.
 
-    An op that `chooses` which of its rows it makes knows them when it has made them.
+    An op that `chooses` which of its rows it makes, or where, knows them when it has made them.
 
     `resumed` is the op that goes on with rows which this one, given the option `until`, leaves
     unfinished: it makes every output anew that it has in common with this one.

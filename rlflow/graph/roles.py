@@ -110,6 +110,19 @@ class Oversampled(Role):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Balanced(Role):
+    """Its replicas move live rows to each other after every so many turns, until all are even.
+
+    What a row brings is its `cache`, or its tokens alone, which are read again (`reread`): the
+    scheduler chooses; empty before it has.
+    """
+
+    WORDS: ClassVar[Mapping[str, str]] = {"every": "balance"}
+    every: int
+    moves: Literal["cache", "reread", ""] = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Paused(Role):
     """A rollout that leaves rows unfinished after so many tokens, for another node to go on."""
 
@@ -288,7 +301,7 @@ class Calling(Role):
 
 
 ALL: tuple[type[Role], ...] = (
-    *(Drawn, SamplingOptions, Drafted, Oversampled, Paused, Resumed, Portion),
+    *(Drawn, SamplingOptions, Drafted, Oversampled, Balanced, Paused, Resumed, Portion),
     *(PartsTogether, Scoring, AdaptersOff, Learning, Averaged),
     *(LoopEnd, LoopGate, Recalling, Sharing, Tokenizing, Recorded, Calling),
 )

@@ -17,6 +17,7 @@ from rlflow.contract.values import (
     Generation,
     InFlight,
     LossFunction,
+    Named,
     Stat,
     StepResult,
 )
@@ -25,6 +26,7 @@ from rlflow.graph.op import Op
 from rlflow.graph.schedule import Scheduled, dues
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from rlflow.batch import Batch
@@ -158,6 +160,12 @@ class Peers(Protocol):
     def share(self, n: int) -> range:
         """Which of n things that no part of a batch brings along are this part's."""
 
+    def pass_on(self, named: Named, source: int, target: int, device: torch.device) -> Named:
+        """Bring named tensors from one part to another, on its `device`: these two call it alone.
+
+        The source is answered none.
+        """
+
 
 class Alone:
     """The peers of a call that has the whole batch."""
@@ -178,6 +186,10 @@ class Alone:
     def share(self, n: int) -> range:
         """All of them."""
         return range(n)
+
+    def pass_on(self, named: Named, source: int, target: int, device: torch.device) -> Named:
+        """There is nobody to pass anything on to."""
+        raise AssertionError(f"part {source} passes on to {target}, and there is one")
 
 
 def no_reader(path: str) -> PictureReader:

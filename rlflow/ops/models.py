@@ -17,6 +17,7 @@ from rlflow.graph.fields import row, token
 from rlflow.graph.model import Model
 from rlflow.graph.op import Input, Op, register
 from rlflow.graph.roles import (
+    Balanced,
     Calling,
     Drafted,
     Drawn,
@@ -74,7 +75,7 @@ ROLLOUT = register(
     Op(
         name="rollout",
         body="rlflow.ops.bodies.rollout:rollout",
-        roles=(SamplingOptions, Drafted, Oversampled, Paused, Portion, Routed),
+        roles=(SamplingOptions, Drafted, Oversampled, Balanced, Paused, Portion, Routed),
         inputs=(Input(name="prompt", dtype="text", levels=("row",)),),
         outputs=(
             token("prompt_tokens", "int64", mask=None),
@@ -139,6 +140,7 @@ def rollout(
     chat: bool | Chat = False,
     ignore_eos: bool = False,
     first_groups: int | None = None,
+    balance: int | None = None,
     drafter: Model | None = None,
     draft_tokens: int = 4,
     draft_rows: int | None = None,
@@ -156,7 +158,8 @@ def rollout(
     exactly `max_new_tokens` tokens.
 
     With `first_groups` fewer than the prompts the rest is dropped once so many groups are complete,
-    which favours short responses: see `ops.rows.oversampling`.
+    which favours short responses: see `ops.rows.oversampling`. With `balance` replicas of the model
+    move live rows to each other after every so many tokens of a row, so that all have as many.
 
     A `drafter`, a small model with the same tokenizer, proposes up to `draft_tokens` tokens at a
     time, which the policy reads in one pass. The tokens are those that would be sampled without it
@@ -172,9 +175,7 @@ def rollout(
     checks = _sampling_checks(n, max_new_tokens, temperature, top_p, top_k, draft_tokens)
     drafted = drafter is not None
     _require("a rollout", (*checks, *_draft_checks(draft_rows, drafted=drafted)), where)
-    op, beside = rolled(
-        ROLLOUT, model, prompts, routing=routing, first_groups=first_groups, drafted=drafted
-    )
+    op, beside = rolled(ROLLOUT, model, prompts, routing, (first_groups, balance), drafted=drafted)
     params: dict[str, Any] = {"n": n, "max_new_tokens": max_new_tokens, "temperature": temperature}
     if drafter is not None:
         params |= {"drafter": drafter.name, "draft_tokens": draft_tokens}

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from rlflow.errors import Finding, Source
 from rlflow.graph.graph import Node
-from rlflow.graph.roles import LoopEnd
+from rlflow.graph.roles import Balanced, LoopEnd
 from rlflow.graph.rules.check import batch_of
 from rlflow.graph.schedule import due_text
 from rlflow.graph.source import declared_at
@@ -93,7 +93,9 @@ def _why_once(node: Node) -> str:
     if node.op.recalls:
         return "it keeps rows from iteration to iteration"
     if node.op.chooses:
-        return "it drops groups that are complete late: a loop draws as many as it needs"
+        moves = node.role(Balanced) is not None
+        late = "it drops groups that are complete late: a loop draws as many as it needs"
+        return "its replicas move rows to each other until all have ended" if moves else late
     if not counts and (node.op.effect == "effectful" or node.op.use == "train"):
         return "it has an effect beyond its rows"
     if not node.always:

@@ -13,7 +13,7 @@ from rlflow.graph.model import Model
 from rlflow.graph.op import Input, Op
 from rlflow.graph.trace import Handle
 from rlflow.ops.rows.experts import known_routing, recording
-from rlflow.ops.rows.oversampling import oversampling
+from rlflow.ops.rows.oversampling import together
 from rlflow.ops.rows.pictures import pictures_of, seeing
 
 
@@ -21,13 +21,14 @@ def rolled(
     op: Op,
     model: Model,
     prompts: tuple[Handle, ...],
-    *,
     routing: str | None,
-    first_groups: int | None,
+    shared: tuple[int | None, int | None],
+    *,
     drafted: bool,
 ) -> tuple[Op, dict[str, Any]]:
     """A rollout with what it makes of experts, pictures and its prompts' fields; and its options.
 
+    How its replicas are `shared` by rows: `first_groups` and `balance`.
     Reports E118 for options that do not go together.
     """
     records = known_routing("a rollout", routing, ("record",), drafted=drafted)
@@ -35,8 +36,8 @@ def rolled(
     params: dict[str, Any] = {"routing": routing} if records else {}
     if images := pictures_of("a rollout", prompts, drafted=drafted):
         made, params = seeing(made, model), {**params, "images": images}
-    if first_groups is not None:
-        made, chosen = oversampling(made, prompts, first_groups, drafted=drafted)
+    if any(option is not None for option in shared):
+        made, chosen = together(made, prompts, *shared, drafted=drafted)
         params |= chosen
     return _carrying(made, prompts), params
 

@@ -20,6 +20,7 @@ from rlflow.graph.roles import Drafted, Drawn, Recalling, Routed, Sharing
 from rlflow.graph.user.engines import SGLang
 from rlflow.scheduler.context import Context
 from rlflow.scheduler.passes.bind.bind import assignment
+from rlflow.scheduler.passes.oversample import why_together
 from rlflow.scheduler.plan.plan import Plan
 
 RULE = "continuous"
@@ -102,7 +103,7 @@ def _findings(plan: Plan, node: Node, context: Context) -> Iterator[Finding]:
     axes = {} if where is None else {"fsdp": where.fsdp, "tp": where.tp, "ep": where.ep}
     cut = [f"{axis}={size}" for axis, size in axes.items() if size and size > 1]
     reasons = (
-        (node.op.chooses, "it drops groups that are late"),
+        (node.op.chooses, why_together(node)),
         (
             not (node.op.continued or node.op.chooses),
             f"op {node.op.name} has no way to go on with its rows",

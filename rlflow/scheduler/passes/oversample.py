@@ -1,41 +1,56 @@
-"""What pass `bind` says of rollouts that drop groups: who can, and what that does to the rows.
+"""What pass `bind` says of rollouts whose replicas make their turns together: who can, and how.
 
-The choice is a matter of turns: engines in the workers of devices that each have all of the model
-make theirs together. SGLang takes the groups in the order in which its engines answer.
+They drop groups that are late, or move rows to each other. Engines in the workers of devices that
+each have all of the model make turns together. SGLang takes the groups in the order in which its
+engines answer, and moves no row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
 
 from rlflow.errors import Finding, PlanError
 from rlflow.graph.graph import Node
-from rlflow.graph.roles import Oversampled, SamplingOptions
+from rlflow.graph.roles import Balanced, Oversampled, SamplingOptions
 from rlflow.graph.user.engines import SGLang
 from rlflow.scheduler.context import Context
 from rlflow.scheduler.costs.lengths import ResponseLengths
+from rlflow.scheduler.costs.rows.balanced import moved_row
+from rlflow.scheduler.devices.cluster import amount
 from rlflow.scheduler.plan.plan import Instance, Plan
+from rlflow.scheduler.plan.text import duration
 
 RULE = "oversample"
 
 
 def oversample(plan: Plan, context: Context) -> Plan:
-    """The plan, with a note on every rollout that begins more groups than it makes.
+    """The plan, with a note on every rollout that drops groups, or whose rows move, and how.
 
-    Raises PlanError (E293) where an engine cannot end with the first of them.
+    Raises PlanError where an engine cannot end with the first groups (E293), or move rows (E296).
     """
-    found = [(node, some.first_groups) for node, some in plan.graph.having(Oversampled)]
-    if findings := [finding for node, _ in found for finding in _findings(plan, node)]:
+    drops, moves = list(plan.graph.having(Oversampled)), list(plan.graph.having(Balanced))
+    findings = [each for node, _ in drops for each in _cannot_drop(plan, node)]
+    findings += [each for node, _ in moves for each in _cannot_move(plan, node)]
+    if findings:
         raise PlanError(*findings)
-    for node, wanted in found:
-        plan = plan.noting(RULE, _text(node, wanted, context))
+    for node, some in drops:
+        plan = plan.noting(RULE, _text(node, some.first_groups, context))
+    for node, said in moves:
+        plan = _with_moves(plan, node, said, context)
     return plan
 
 
-def _findings(plan: Plan, node: Node) -> Iterator[Finding]:
+def why_together(node: Node) -> str:
+    """Why a rollout whose replicas make turns together is not cut in time, or shared out."""
+    drops = node.role(Oversampled) is not None
+    return "it drops groups that are late" if drops else "its replicas move rows to each other"
+
+
+def _cannot_drop(plan: Plan, node: Node) -> Iterator[Finding]:
     """Why a rollout cannot end with the first groups."""
-    run = plan.action(node.name)
-    for got in _reasons(plan.instance(str(run.instance))):
+    for got in _reasons(plan.instance(str(plan.action(node.name).instance))):
         yield Finding(
             code="E293",
             what=f"{node.name} cannot drop groups that are late",
@@ -47,6 +62,22 @@ def _findings(plan: Plan, node: Node) -> Iterator[Finding]:
         )
 
 
+def _cannot_move(plan: Plan, node: Node) -> Iterator[Finding]:
+    """Why the rows of a rollout cannot move from engine to engine."""
+    instance = plan.instance(str(plan.action(node.name).instance))
+    options = instance.options
+    own = [] if options is None else [f"its engine is {options.title}"]
+    for got in own or _reasons(instance):
+        yield Finding(
+            code="E296",
+            what=f"rows of {node.name} cannot move",
+            where=node.where,
+            got=got,
+            expected="engines in the workers of devices that each have all of the model",
+            fix="a rollout without balance=",
+        )
+
+
 def _reasons(instance: Instance) -> Iterator[str]:
     options = instance.options
     if options is None and instance.sharded:
@@ -55,6 +86,27 @@ def _reasons(instance: Instance) -> Iterator[str]:
         yield f"its engine is {options.title}"
     if isinstance(options, SGLang) and options.deterministic:
         yield "deterministic=True, and which groups an engine answers first is a matter of time"
+
+
+def _with_moves(plan: Plan, node: Node, said: Balanced, context: Context) -> Plan:
+    """The plan with how the rows of a rollout move, by what takes less, and a note that says so."""
+    instance = plan.instance(str(plan.action(node.name).instance))
+    costs, shape = context.costs, context.costs.shapes[instance.model]
+    roof = None if shape is None else costs.roofline_of(node, instance, shape)
+    row = None if roof is None else moved_row(roof, costs.load(node, instance.replicas))
+    moves: Literal["cache", "reread"] = "cache" if row is None else row.shorter
+    being = node.being(replace(said, moves=moves))
+    nodes = tuple(being if each is node else each for each in plan.graph.nodes)
+    plan = replace(plan, graph=replace(plan.graph, nodes=nodes))
+    if instance.replicas == 1:
+        return plan.noting(RULE, f"{node.name} has one replica, so no row moves")
+    way = {"cache": "with their keys and values", "reread": "and are read again"}[moves]
+    text = f"{node.name} evens the rows of its {instance.replicas} replicas after every "
+    text += f"{said.every} turns; they move {way}"
+    if row is not None:
+        text += f": a row takes {duration(row.cache)} by cache ({amount(row.size)}), "
+        text += f"{duration(row.reread)} read again"
+    return plan.noting(RULE, text)
 
 
 def _text(node: Node, wanted: int, context: Context) -> str:

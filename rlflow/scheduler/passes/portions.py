@@ -24,6 +24,7 @@ from rlflow.graph.rules.counts import Counts
 from rlflow.graph.user.shares import part_of
 from rlflow.scheduler.context import Context
 from rlflow.scheduler.passes.bind.bind import assignment
+from rlflow.scheduler.passes.oversample import why_together
 from rlflow.scheduler.plan.plan import Plan
 from rlflow.scheduler.plan.text import duration
 
@@ -269,7 +270,7 @@ def _findings(plan: Plan, name: str, where: On, placement: Placement) -> Iterato
     reasons = (
         (node.loop is not None, f"it is in a loop, {node.loop}"),
         (node.op.divided is None, f"op {node.op.name} is not to be divided"),
-        (node.op.chooses, "it drops groups that are late"),
+        (node.op.chooses, why_together(node)),
         (node.role(Drafted) is not None, "a drafter proposes its tokens"),
         (node.role(Routed) is not None, "it records routing"),
         (any(f.dtype == "image" for f in (b.field for b in node.inputs)), "it sees pictures"),

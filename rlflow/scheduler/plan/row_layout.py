@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlflow.graph.graph import Graph, Node
-from rlflow.graph.roles import Oversampled, Recalling
+from rlflow.graph.roles import Balanced, Oversampled, Recalling
 from rlflow.graph.rules.check import most_rows, num_prompts, row_counts
 from rlflow.graph.rules.steps import groups_may_part, mini_batches, sample_pieces
 from rlflow.graph.user.dispatch import RULES
@@ -89,9 +89,9 @@ def takes(
 def deals(node: Node) -> bool:
     """Whether it is a rollout whose replicas share groups out themselves, turn by turn together.
 
-    Its rows go on from one iteration to the next, or are dropped where they are late.
+    Its rows go on from one iteration to the next, are dropped where they are late, or move.
     """
-    roles = node.role(Recalling), node.role(Oversampled)
+    roles = node.role(Recalling), node.role(Oversampled), node.role(Balanced)
     return node.op.rows == "expand" and any(role is not None for role in roles)
 
 

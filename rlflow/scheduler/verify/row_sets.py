@@ -97,10 +97,15 @@ def _tile(graph: Graph, name: str, parts: list[Node]) -> Iterator[str]:
 
 
 def _are_some(graph: Graph, node: Node) -> Iterator[str]:
-    """Who drops groups that are late makes fewer than it begins, and as many as it says."""
+    """Who drops groups that are late makes fewer than it begins, and as many as it says.
+
+    Who moves rows makes all of them.
+    """
     said, begun = dict(node.params), num_prompts(graph, graph.node(node.sources[0])) or 0
-    wanted = said["first_groups"]
-    if not 0 < wanted < begun:
+    wanted = said.get("first_groups", begun)
+    if "first_groups" not in said and said.get("balance", 0) < 1:
+        yield f"{node.name} makes all rows, and they do not move"
+    if "first_groups" in said and not 0 < wanted < begun:
         yield f"{node.name} makes the first {wanted} of {begun} groups"
     if (num_prompts(graph, node), most_rows(graph, node)) != (wanted, wanted * said["n"]):
         yield f"{node.name} makes {wanted} groups, and its rows are counted otherwise"

@@ -134,19 +134,19 @@ class ContinuousDecoding:
             row = waiting[source].pop()
             self.home[row] = target
             found.setdefault((source, target), []).append(row)
-        for (source, target), rows in found.items():
-            self.moved += len(rows)
+        for (source, target), chosen in found.items():
+            self.moved += len(chosen)
             if self.rows.own in (source, target):
-                self._move(np.array(sorted(rows)), source, target, moving)
+                self._move(np.array(sorted(chosen)), source, target, moving)
 
     def _move(self, rows: np.ndarray, source: int, target: int, moving: Moving) -> None:
         """Have rows go from here, or come here, with the tokens that they have got."""
         device = self.model.device
         if self.rows.own == source:
-            tokens = [self._tokens(row) for row in rows.tolist()]
+            made = torch.cat([self._tokens(row) for row in rows.tolist()])
             states = {} if moving.reread else self.part.states_of(rows)
             self.part.leave(rows)
-            moving.pass_on({("tokens",): torch.cat(tokens), **states}, source, target, device)
+            moving.pass_on({("tokens",): made, **states}, source, target, device)
             return
         named = moving.pass_on({}, source, target, device)
         self.got[rows] = self.turns - self.began[rows]

@@ -208,9 +208,8 @@ class LiveRows:
                 layer, count = int(which[0]), len([k for k in found if k[:2] == (kind, which[0])])
                 filled.buffers[layer] = tuple(found[kind, layer, n] for n in range(count))
             elif kind == "state":
-                layer, name, number = which
-                state = found[kind, layer, name, number]
-                filled.states.setdefault(int(layer), {})[str(name), int(number)] = state
+                name = str(which[1]), int(which[2])
+                filled.states.setdefault(int(which[0]), {})[name] = found[kind, *which]
         self._take(filled, found["logits",], rows, sources.to(self.model.device))
 
     def states_of(self, rows: np.ndarray) -> dict[tuple[str | int, ...], Tensor]:
