@@ -128,7 +128,7 @@ class ContinuousDecoding:
         context = self.part.sizes.numpy() + self.turns - self.began
         for source, target in self.dealing.evened():
             if source not in waiting:
-                rows = np.flatnonzero((self.home == source) & ~self.over.numpy())
+                rows = np.flatnonzero((self.home == source) & ~self.over)
                 order = np.argsort(context[rows], kind="stable")
                 waiting[source] = rows[order[::-1]].tolist()
             row = waiting[source].pop()
