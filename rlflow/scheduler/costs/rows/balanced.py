@@ -82,7 +82,9 @@ def balanced_stages(
             even = mean_share(rows, alive, ranks) / stage.goes_on
         # Of the rows that a replica has at first in a window so many end within it, by chance.
         ending = min(stage.live / ranks * hazard(load.lengths, stage, every), stage.live / ranks)
-        fullest = min(even + WITHIN * largest(ranks) * math.sqrt(ending), max(stage.live, 1.0))
+        fullest = min(
+            even + WITHIN * largest_normal(ranks) * math.sqrt(ending), max(stage.live, 1.0)
+        )
         # The last row of each rank stays.
         moved = max(1 - ranks / stage.live, 0.0) * moves(ending, ranks) / every
         found.append((stage, max(fullest, 1.0), moved))
@@ -107,7 +109,7 @@ def hazard(lengths: ResponseLengths, stage: Stage, turns: float) -> float:
     return 1 - lengths.survival(stage.age - 0.5 + turns) / alive if alive else 1.0
 
 
-def largest(ranks: int) -> float:
+def largest_normal(ranks: int) -> float:
     """The expected largest of so many standard normal variables (Blom 1958)."""
     return 0.0 if ranks < 2 else NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
@@ -125,7 +127,7 @@ def mean_share(rows: int, alive: float, ranks: int) -> float:
 def mean_fullest(rows: int, alive: float, ranks: int) -> float:
     """The mean of the largest of m binomial variables, of as many rows each."""
     if rows * alive > FEW:
-        return rows * alive + largest(ranks) * math.sqrt(rows * alive * (1 - alive))
+        return rows * alive + largest_normal(ranks) * math.sqrt(rows * alive * (1 - alive))
     return sum(1 - fewer(k + 1, rows, alive) ** ranks for k in range(rows))
 
 
