@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import queue
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -14,6 +18,7 @@ from rlflow.ops.bodies.rows.oversampled import first_complete
 from rlflow.runtime.execute.stats import join_metrics
 from tests.conftest import TINY
 from tests.ops.calls import call_of
+from tests.ops.parts import Meeting, Peer
 
 pytestmark = pytest.mark.torch
 
@@ -46,11 +51,12 @@ class Engine:
         return self.flight
 
 
-def made(body, engine, iteration: int, **more):
+def made(body, engine, iteration: int, peers=None, **more):
     fields = {"prompt": text(QUESTIONS), "answer": text([f"<{q}>" for q in QUESTIONS])}
     params = {"n": N, "max_new_tokens": 20, "temperature": 2.5, **more}
     inputs = make_batch(fields, len(QUESTIONS))
     call = call_of(inputs=inputs, params=params, wanted=WANTED, model=engine, iteration=iteration)
+    call = call if peers is None else replace(call, peers=peers)
     return body(call)
 
 
@@ -94,3 +100,37 @@ def test_it_stops_with_the_last_group_that_it_takes_and_counts_what_is_dropped()
     all_of_them = lengths(made(rollout, engine, 0).fields["response_tokens"])
     assert spent < int(all_of_them.sum())
     assert metrics["length"] < all_of_them.float().mean()
+
+
+class Replica(Peer):
+    """A replica that passes rows on through a queue for each pair."""
+
+    def __init__(self, meeting, part, mail):
+        super().__init__(meeting, part)
+        self.mail = mail
+
+    def share(self, n):
+        return range(self.part, n, self.meeting.count)
+
+    def pass_on(self, named, source, target, device):
+        if self.part == target:
+            return self.mail[source, target].get(timeout=60)
+        self.mail[source, target].put({name: each.clone() for name, each in named.items()})
+        return {}
+
+
+@pytest.mark.parametrize("first", [{}, {"first_groups": 4}], ids=["all", "first"])
+def test_replicas_that_move_rows_make_those_of_one_to_the_bit(first):
+    said = {"balance": 1, "moves": "cache", **first}
+    alone = made(first_complete, Engine(1), 1, **said)
+    meeting, mail = Meeting(2), {pair: queue.Queue() for pair in ((0, 1), (1, 0))}
+    peers = [Replica(meeting, part, mail) for part in (0, 1)]
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(made, first_complete, Engine(1), 1, peer, **said) for peer in peers]
+        found = [call.result(120) for call in calls]
+    for each in found:
+        assert rows_of(alone) == rows_of(each)
+    numbers = join_metrics([found[0].metrics])
+    assert 0 == alone.metrics["moved"] < numbers.pop("moved")
+    assert numbers.pop("row_turns") < alone.metrics["row_turns"]
+    assert numbers.items() <= join_metrics([alone.metrics]).items()

@@ -17,7 +17,6 @@ from tests.runtime.whole_runs import (
     ADAPTIVE,
     AGAIN,
     AVERAGED,
-    BALANCED,
     BEHIND,
     BY_ROW,
     COUNTING,
@@ -183,11 +182,6 @@ TABLE = {
         same=(At("together"), At("apart", marks=SLOW), At("replicas", marks=SLOW + RAY)),
         resumed=(broken("ahead", 3, 2),),
         ray=placed("apart", marks=SLOW + EXTRA),
-    ),
-    "balanced": Feature(
-        BALANCED.said("--devices", "cpu:3"),
-        same=(At("together", marks=SLOW), At("replicas", marks=SLOW + RAY)),
-        resumed=(broken("ahead", 3, 2, marks=SLOW + RAY + EXTRA),),
     ),
     "loop": Feature(
         MIXED,
