@@ -130,3 +130,23 @@ def test_every_counted_row_has_a_prediction():
         found = encode.predicted(setting)
         assert not found.refused, setting.name
         assert all(found.of(row.what) for row in setting.rows), setting.name
+
+
+def test_tune_is_never_worse_than_what_was_published():
+    """By the committed page, of every placement whose iteration counts."""
+    page = (Path(BENCHMARKS) / "results" / "published_tuned.md").read_text(encoding="utf-8")
+    cells = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")][2:]
+    found = {name.strip("| "): float(times) for name, _, _, times, *_ in cells}
+    counted = {s.name for s in COUNTED if any(row.what == "iteration" for row in s.rows)}
+    assert counted == set(found)
+    assert min(found.values()) >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_search_beats_a_published_placement_as_the_page_says():
+    (setting,) = [one for one in COUNTED if one.name == "rlinf_1b5_8"]
+    found = encode.tuned(setting)
+    ((_, own),) = found.written
+    assert encode.PUBLISHED == own.name
+    assert found.best.period <= own.period

@@ -15,7 +15,10 @@ from typing import Any
 import rlflow as rf
 from published.rows import Setting
 from rlflow import ops
+from rlflow.cli.commands import Target, declare
 from rlflow.errors import PlanError
+from rlflow.scheduler.devices.cluster import parse_cluster
+from rlflow.scheduler.search.tune import SearchLimits, Tuned, search_placements
 
 # vLLM as rlflow starts it has its ranks on one host.
 ENGINE, OVER_HOSTS = "vllm", "sglang"
@@ -31,6 +34,9 @@ SYNC_ROWS: Mapping[str, int] = {
 # compute log-probs and entropies by torch's operators.
 VARIABLES = ("RLFLOW_COSTS", "RLFLOW_HEAD_KERNEL")
 TOO_LARGE = "E401"
+PUBLISHED = "published"
+# A quarter of what `rlflow tune` compiles at most, for dozens of searches.
+PLANS = 60
 
 
 class Config(rf.Config):
@@ -186,6 +192,23 @@ def predicted(setting: Setting) -> Prediction:
         return Prediction(seconds={}, refused=first.what, too_large=first.code == TOO_LARGE)
     span = None if plan.range is None else (plan.range.low, plan.range.high)
     return Prediction(seconds=seconds_of(plan), span=span)
+
+
+def tuned(setting: Setting) -> Tuned:
+    """What a search finds on a setting's devices that has its placement to beat, no more stale."""
+    placement, config, said = placement_of(setting), config_of(setting), setting.said
+    mean = None if config.fixed else said.get("response_mean")
+    target = Target(
+        pipeline=published,
+        config=config,
+        model_shape=said["shape"],
+        lengths=rf.Lengths(prompt=config.prompt_tokens, response=mean),
+    )
+    limits = SearchLimits(staleness=placement.staleness, top=1, plans=PLANS)
+    with unmeasured():
+        graph = declare(target).graph
+        cluster = parse_cluster(said["devices"], 1)
+        return search_placements(graph, {PUBLISHED: placement}, cluster, limits=limits)
 
 
 def seconds_of(plan: rf.CompiledPlan) -> dict[str, float]:
