@@ -134,8 +134,6 @@ def test_what_cannot_be_rehearsed_is_told(tmp_path: Path, monkeypatch: pytest.Mo
         rehearsed("grpo_gsm8k.py", placement="colocate", devices="h100:8")
     with pytest.raises(UsageError, match=r"E256.*CPU devices"):
         rehearsed("grpo_arithmetic.py", devices="cpu:1")
-    with pytest.raises(UsageError, match=r"E256.*actor\.rollout is given pictures"):
-        rehearsed("vlm_grpo.py", devices="h100:1")
 
 
 def test_a_model_of_experts_is_refused(tmp_path: Path) -> None:

@@ -37,12 +37,18 @@ def qwen3(folder: Path, deep: Sequence[int] = (), **text: object) -> str:
     return str(folder)
 
 
-def seeing(path: str, freeze: str | tuple[str, ...] = (), pp: int = 1, **rollout: object) -> Plan:
+def seeing(
+    path: str,
+    freeze: str | tuple[str, ...] = (),
+    pp: int = 1,
+    data: Any = None,
+    **rollout: object,
+) -> Plan:
     @rf.pipeline()
     def drawn(cfg: rf.Config) -> None:
         adam = rf.AdamW(lr=1e-3)
         actor = rf.Model("actor", path, optimizer=adam, init="random", freeze=freeze)
-        prompts = ops.prompts(rf.data.shapes("colour"), batch=4)
+        prompts = ops.prompts(data or rf.data.shapes("colour"), batch=4)
         samples = ops.rollout(actor, prompts, n=2, max_new_tokens=8)
         adv = ops.advantage("grpo", samples, ops.reward(lambda response: 1.0, samples))
         ops.update(actor, samples, adv, loss=rf.PolicyLoss("ppo_clip"))
@@ -51,6 +57,13 @@ def seeing(path: str, freeze: str | tuple[str, ...] = (), pp: int = 1, **rollout
     placement = rf.Placement(pools={"all": pp, "gen": 2}, assign=assign)
     devices = cpu_cluster(2 + pp, threads=1, memory=1.5e9)
     return compile_plan(drawn.trace(drawn.config()), placement, devices).plan
+
+
+def test_data_with_pictures_that_is_not_loaded_is_planned() -> None:
+    """A row of data has its text, of a rollout the tokens of its pictures too."""
+    data = rf.data.huggingface("any/pictures", columns=["prompt"], images="image")
+    plan = seeing(str(SHAPES), data=data)
+    assert {a.node for a in plan.actions if a.kind == "transfer"} >= {"prompts", "actor.rollout"}
 
 
 @pytest.mark.parametrize("tp", [1, 2])

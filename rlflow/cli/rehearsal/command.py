@@ -17,17 +17,19 @@ from rlflow.cli.options import model_shape_option, schedule_options, target_opti
 from rlflow.cli.rehearsal.stages import as_held_by, rehearsed_devices
 from rlflow.cli.shell.printed import json_option, print_json
 from rlflow.errors import Finding, PlanError, UsageError
-from rlflow.graph.graph import Graph
 from rlflow.graph.rules.steps import mini_batches
+from rlflow.modelfiles.configs import read_config
 from rlflow.modelfiles.directories import model_directory
+from rlflow.modelfiles.pictures.sights import sight_of
 from rlflow.scheduler.costs.estimate import Costs
-from rlflow.scheduler.costs.origins import sees_pictures
+from rlflow.scheduler.costs.lengths import Load
 from rlflow.scheduler.devices.cluster import Cluster, amount
 from rlflow.scheduler.models.known_shapes import PREFIX, known_widths
 from rlflow.scheduler.models.shapes import Shape, model_shape
 from rlflow.scheduler.plan.plan import Plan
 
 if TYPE_CHECKING:
+    from rlflow.runtime.rehearse.pictures import PicturesAtLongest
     from rlflow.runtime.rehearse.rehearse import Rehearsal
     from rlflow.runtime.rehearse.rows import RowSizes
 
@@ -58,14 +60,13 @@ def rehearse(as_json: bool, **options: Any) -> None:
 def rehearse_target(target: Target) -> tuple[Plan, list[Rehearsal]]:
     """Compile a placement and rehearse it on a device of each pool, and of stages.
 
-    Raises UsageError for CPU devices, for a model without files whose shape is not given, of
-    experts, or one that is given pictures.
+    Raises UsageError for CPU devices, for a model without files whose shape is not given, or one
+    of experts.
     """
     planned = compile_target(target)
     plan, near = planned.compiled.plan, planned.declared.pipeline.path
     shapes = {model.name: model_shape(model, near) for model in plan.graph.models}
     require_rehearsable(planned.cluster, shapes)
-    require_text_alone(plan.graph)
     costs = costs_of(planned)
     from rlflow.runtime.rehearse.rehearse import rehearse_on
 
@@ -74,8 +75,8 @@ def rehearse_target(target: Target) -> tuple[Plan, list[Rehearsal]]:
             model.model_copy(update={"path": model_path(model.path, Path(folder), near)})
             for model in plan.graph.models
         )
-        sizes = row_sizes(plan, costs)
         plan = replace(plan, graph=replace(plan.graph, models=models))
+        sizes = row_sizes(plan, costs)
         vocabulary = max(shape.vocab for shape in shapes.values() if shape is not None)
         own_plans = {own: as_held_by(plan, costs, own) for own in rehearsed_devices(plan)}
         return plan, [rehearse_on(p, own, sizes, vocabulary) for own, p in own_plans.items()]
@@ -101,21 +102,6 @@ def require_rehearsable(cluster: Cluster, shapes: Mapping[str, Shape | None]) ->
                 got="their files are not on this machine",
                 expected="a directory with a config.json, or a public model's shape",
                 fix="--model-shape qwen2.5-7b",
-            )
-        )
-
-
-def require_text_alone(graph: Graph) -> None:
-    """Raise UsageError for pictures, whose sizes a tower computes with: they are data."""
-    seeing = [n for n in graph.nodes if n.op.use is not None and sees_pictures(n)]
-    if seeing:
-        raise UsageError(
-            Finding(
-                code="E256",
-                what=f"{seeing[0].name} is given pictures, which cannot be rehearsed",
-                where=seeing[0].where,
-                expected="rows of text alone",
-                fix="a source without images=",
             )
         )
 
@@ -200,9 +186,24 @@ def row_sizes(plan: Plan, costs: Costs) -> dict[str, RowSizes]:
             prompts=prompts,
             prompt=load.prompt,
             response=load.lengths.longest,
+            pictures=_pictures(plan.graph.model(instance.model).path, load),
         )
         found[action.id] = sizes.filling(micro_tokens, steps=int(max(steps, 1)))
     return found
+
+
+def _pictures(path: str, load: Load) -> PicturesAtLongest | None:
+    """The pictures of a prompt that a plan counts with, as the model in a directory sees them."""
+    from rlflow.runtime.rehearse.pictures import PicturesAtLongest
+
+    directory = model_directory(path)
+    seen = load.pictures
+    if seen is None or directory is None or not seen.longest:
+        return None
+    sight = sight_of(directory, read_config(directory))
+    if sight is None:
+        return None
+    return PicturesAtLongest(sight=sight, count=max(round(seen.count), 1), most=seen.longest)
 
 
 def rehearsal_text(plan: Plan, found: list[Rehearsal]) -> str:

@@ -3,8 +3,9 @@
 Autograd asks a CUDA device for its context as soon as a tensor requires a gradient, also where the
 tensor is fake; without a GPU torch for CPUs then ends the process, and torch 2.11 for CUDA refuses
 the backward pass. Tensors on `meta` have shapes, strides and storages of a size, and go through
-autograd, FSDP and optimizers. What is read off such a tensor is zero, and what ranks send each
-other is what they have themselves. This file knows no plan.
+autograd, FSDP and optimizers. What is read off such a tensor is zero, unless its values follow
+from those of the host alone, and what ranks send each other is what they have themselves. This file
+knows no plan.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ from rlflow.engines.hf.sharded.mesh import MeshRanks
 from rlflow.engines.hf.sharded.optim import ShardedAdamW
 from rlflow.engines.hf.weights.skeletons import skeleton
 from rlflow.modelfiles.kernels.attention import AttentionBy, attention_choice
+from rlflow.runtime.rehearse.attending import attended_by_kernels
+from rlflow.runtime.rehearse.known import SIZED_BY_VALUES, KnownValues, is_small, leaves
 from rlflow.runtime.rehearse.live import ELSEWHERE, KindOf, LiveStorages
 from rlflow.scheduler.models.mixtures import FULLEST_RANK
 
@@ -51,6 +54,8 @@ DEVICE = "meta"
 SENT = {"_allgather_base_": "gathered weights", "_reduce_scatter_base_": "gradients"}
 # Operators by which a copy on the host begins.
 LIKE = {"empty_like", "zeros_like"}
+# Operators that tell the host what is on the device.
+READS = {"_local_scalar_dense", "equal"}
 # Operators whose indices may lie on the CPU beside a device's tensor.
 INDEXED = {"index", "index_put", "index_put_", "index_select"}
 
@@ -60,27 +65,54 @@ class NoData(LiveStorages):  # type: ignore[no-untyped-call]
 
     def __init__(self, kind_of: KindOf | None = None) -> None:
         super().__init__(DEVICE, kind_of)
+        self.known = KnownValues(DEVICE)
 
     def computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operator makes; zeros where it reads data of the device."""
+        """What an operator makes; zeros where it reads data of the device that is not known."""
         name = func.overloadpacket.__name__
         if name in SENT and without_values(args[0]) and args[0].ndim == 1:
             self.relabel(args[0], SENT[name])
         if name == "split_with_sizes_copy":
             for whole in kwargs.get("out", ()):
                 self.relabel(whole, SENT["_allgather_base_"])
-        if name == "_local_scalar_dense" and args[0].device.type == DEVICE:
-            return 0.0 if args[0].is_floating_point() else 0
-        if name == "_to_copy" and leaves_device(args[0], kwargs):
-            more = {key: kwargs[key] for key in ("dtype",) if kwargs.get(key) is not None}
-            return torch.zeros(args[0].shape, **{"dtype": args[0].dtype, **more})
-        if name == "copy_" and args[0].device.type == "cpu" and args[1].device.type == DEVICE:
-            return args[0] if is_one_number(args[0]) else args[0].zero_()
-        if name in LIKE and leaves_device(args[0], kwargs):
-            return one_zero(args[0].shape, kwargs.get("dtype") or args[0].dtype)
+        if name == "copy_" and is_one_number(args[0]):
+            return args[0]
+        if self.known.knows(func, args, kwargs):
+            return self._known_too(func, args, kwargs)
+        if (read := read_off(name, args, kwargs)) is not None:
+            return read
         if name in INDEXED and any(without_values(arg) for arg in (args, kwargs)):
+            if name == "index":
+                args = (args[0], self.known.places(args[1]))
             args, kwargs = tree_map_only(Tensor, indexed, (args, kwargs))
         return func(*args, **kwargs)
+
+    def _known_too(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operator makes of known values on the device; the values where it reads some."""
+        name, known = func.overloadpacket.__name__, self.known
+        reads = name in READS or (args and leaves_device(args[0], kwargs))
+        if reads or (name == "copy_" and args[0].device.type == "cpu"):
+            return known.repeated(func, args, kwargs)
+        if name in SIZED_BY_VALUES:
+            return known.on_device(known.repeated(func, args, kwargs))
+        made = func(*args, **kwargs)
+        if all(map(is_small, leaves(made))):
+            known.take(made, known.repeated(func, args, kwargs))
+        return made
+
+
+def read_off(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operator reads off the device without data, zeros; None where it reads nothing."""
+    if name == "_local_scalar_dense" and args[0].device.type == DEVICE:
+        return 0.0 if args[0].is_floating_point() else 0
+    if name == "_to_copy" and leaves_device(args[0], kwargs):
+        more = {key: kwargs[key] for key in ("dtype",) if kwargs.get(key) is not None}
+        return torch.zeros(args[0].shape, **{"dtype": args[0].dtype, **more})
+    if name == "copy_" and args[0].device.type == "cpu" and args[1].device.type == DEVICE:
+        return args[0].zero_()
+    if name in LIKE and leaves_device(args[0], kwargs):
+        return one_zero(args[0].shape, kwargs.get("dtype") or args[0].dtype)
+    return None
 
 
 def without_values(value: object) -> bool:
@@ -92,9 +124,11 @@ def without_values(value: object) -> bool:
     return isinstance(value, list | tuple) and any(map(without_values, value))
 
 
-def leaves_device(tensor: Tensor, kwargs: dict[str, Any]) -> bool:
+def leaves_device(tensor: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a copy is made on the CPU of a tensor without data."""
     to = kwargs.get("device")
+    if not isinstance(tensor, Tensor):
+        return False
     return tensor.device.type == DEVICE and to is not None and torch.device(to).type == "cpu"
 
 
@@ -131,12 +165,15 @@ def without_data(live: LiveStorages, ranks: int, rank: int = 0) -> Iterator[None
             stack.enter_context(patch.object(target, name, value, create=name == DEVICE))
 
         replace(torch, DEVICE, handle)
+        replace(torch, "tensor", by_way_of_host(torch.tensor))
         replace(_fully_shard, "_get_device_from_mesh", lambda _: place)
         replace(_fsdp_init, "_move_states_to_device", lambda *_: None)
         group = _fsdp_param_group.FSDPParamGroup
         replace(group, "_validate_no_meta_params", lambda _: None)
         replace(loading, "skeleton_for", empty_module)
         replace(pinned, "host_zeros", lambda count, dtype, _: one_zero((count,), dtype))
+        attend = nn.functional.scaled_dot_product_attention
+        replace(nn.functional, "scaled_dot_product_attention", attended_by_kernels(attend))
         replace(spans, "attends_by", attends_on_cuda)
         replace(spans, "attend_flex", attended_by_flex)
         replace(sharded, "in_storage", in_no_storage)
@@ -166,6 +203,16 @@ def without_data(live: LiveStorages, ranks: int, rank: int = 0) -> Iterator[None
         if ranks > 1:
             stack.enter_context(fake_ranks(ranks, rank))
         yield
+
+
+def by_way_of_host(plain: Any) -> Any:
+    """`torch.tensor` of which the device gets the values: of data for it torch makes none there."""
+
+    def made(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
+        found: Tensor = plain(data, **kwargs)
+        return found if device is None else found.to(device)
+
+    return made
 
 
 def mean_pairs(layer: Any, chosen: Tensor, _: Tensor) -> int:

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rlflow.batch import make_batch, ragged, text
+from rlflow.batch import make_batch, ragged, shared, text
 from rlflow.graph.fields import IMAGE, PICTURES, PIXELS, Binding, DType, Field
 from rlflow.graph.graph import Node
+from rlflow.runtime.rehearse.pictures import PicturesAtLongest
 from rlflow.runtime.worker.reading import Read
 from rlflow.runtime.worker.store import ShardStore, Stored
 from rlflow.scheduler.plan.plan import Action
@@ -39,6 +40,7 @@ class RowSizes:
     prompts: int
     prompt: int
     response: int
+    pictures: PicturesAtLongest | None = None
 
     @property
     def group(self) -> int:
@@ -102,8 +104,7 @@ class RowsAtLongest:
         if field.dtype in ("text", IMAGE):
             return text([""] * size.rows)
         if field.name in (PIXELS, PICTURES):
-            none = torch.zeros(0, field.width or 1, dtype=DTYPES[field.dtype])
-            return ragged(none, torch.zeros(size.rows, dtype=torch.int64))
+            return self._seen(field, size)
         dtype = DTYPES[field.dtype]
         wide = () if field.width is None else (field.width,)
         if field.level == "row":
@@ -113,6 +114,8 @@ class RowsAtLongest:
             prompts = field.name == "prompt_tokens"
             count = size.prompts if prompts else size.rows
             tokens = torch.randint(self._vocabulary, (count, length), generator=drawn)
+            if size.pictures is not None:
+                tokens = size.pictures.standing_in(tokens, prompts=prompts)
             values = tokens.repeat_interleave(size.group, 0)[: size.rows] if prompts else tokens
             values = values.flatten()
         elif field.dtype == "bool":
@@ -120,6 +123,17 @@ class RowsAtLongest:
         else:
             values = torch.zeros(size.rows * length, *wide, dtype=dtype)
         return ragged(values, torch.full((size.rows,), length))
+
+    def _seen(self, field: Field, size: RowSizes) -> Tensor:
+        """The pixels of every prompt's pictures, or their shapes, which rows of a prompt share."""
+        if size.pictures is None:
+            none = torch.zeros(0, field.width or 1, dtype=DTYPES[field.dtype])
+            return ragged(none, torch.zeros(size.rows, dtype=torch.int64))
+        shapes = size.pictures.shapes
+        number = size.pictures.tokens if field.name == PIXELS else len(shapes)
+        values = torch.zeros(1, 1).expand(number, size.pictures.sight.numbers)
+        first = torch.zeros(size.rows, dtype=torch.int64)
+        return shared(values if field.name == PIXELS else shapes, first, first + number)
 
 
 class NothingKept(ShardStore):

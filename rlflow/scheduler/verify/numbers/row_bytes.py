@@ -26,6 +26,8 @@ VALUE = {"int64": 8, "int16": 2, "float32": 4, "bool": 1, "text": 4, "image": 23
 INTEGER = VALUE["int64"]
 
 Rows = Fraction | int
+# Data, and the model whose tokenizer has read its prompts.
+Counted = tuple[int, str | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,7 @@ def rows_take_their_bytes(facts: Facts) -> Iterator[str]:
     once for all of its devices. Rows that a node keeps take all that it reads, the length of each
     field that has one, and their age.
     """
-    prompts: dict[int, tuple[int, int]] = {}
+    prompts: dict[Counted, tuple[int, int]] = {}
     graph = facts.plan.graph
     for a in facts.plan.actions:
         if a.kind == "transfer" and a.takes is not None and a.makes is not None:
@@ -89,7 +91,7 @@ def _agrees(
     row: RowBytes,
     size: int | None,
     rows: Rows,
-    prompts: dict[int, tuple[int, int]],
+    prompts: dict[Counted, tuple[int, int]],
     *,
     off: int = 0,
 ) -> bool:
@@ -105,14 +107,18 @@ def _agrees(
     return prompts[data][0] <= prompts[data][1]
 
 
-def _data_of(graph: Graph, node: Node) -> int | None:
-    """The data that a node's rows are drawn from; None where they may be of several."""
+def _data_of(graph: Graph, node: Node) -> Counted | None:
+    """The data that a node's rows are drawn from; None where they may be of several.
+
+    With the model that has read their prompts, whose tokens those are.
+    """
+    reader = (graph.node(node.rows_of) if node.rows_of else node).model
     for _ in graph.nodes:
         maker = graph.node(node.rows_of) if node.rows_of else node
         if maker.counts is not None or maker.ends_loop:
             return None
         if (drawn := maker.role(Drawn)) is not None:
-            return id(drawn.data)
+            return id(drawn.data), reader
         parents = [graph.node(name) for name in maker.sources]
         if not parents:
             return None
