@@ -33,11 +33,12 @@ WHERE = rf.Placement(pools={{"all": {devices}}}, assign={{"*": rf.on("all", {on}
 def grpo(cfg: rf.Config):
     actor = rf.Model("actor", "{path}", dtype="bfloat16", init="random", {model})
     data = rf.data.huggingface("any/pictures", columns=["prompt"], images="image")
-    samples = ops.rollout(actor, ops.prompts(data, batch={devices}), n=4, max_new_tokens=512)
+    samples = ops.rollout(actor, ops.prompts(data, batch={rows}), n=4, max_new_tokens=1024)
     advantage = ops.advantage("grpo", samples, ops.reward(length, samples))
     ops.update(actor, samples, advantage, loss=rf.PolicyLoss("ppo_clip"))
 """
 ADAM = "optimizer=rf.AdamW(lr=1e-6)"
+WHOLE_ONCE = "reshard_after_forward=True"
 
 
 def test_small_values_are_known_where_they_follow_from_the_host() -> None:
@@ -55,6 +56,21 @@ def test_small_values_are_known_where_they_follow_from_the_host() -> None:
         mask[2:] = hidden[2:, 0] > 0
         assert mask.tolist() == [False] * 5
         assert torch.zeros(1 << 34, device="meta").sum().item() == 0
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_tower_keeps_no_scores(masked: bool) -> None:
+    """Of 2048 patches 33.6 MB a product, which kernels of CUDA devices never make."""
+    with NoData() as live, without_data(live, 1):
+        shape = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": True}
+        q, k, v = (torch.empty(1, 4, 2048, 72, **shape) for _ in range(3))
+        mask = torch.ones(2048, 2048, dtype=torch.bool, device="meta") if masked else None
+        made = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        made.sum().backward()
+        assert q.grad is not None
+        assert (made.shape, q.grad.shape) == (q.shape, q.shape)
+        # Beside the mask as numbers, which heads share: inputs, output and gradients, filled up.
+        assert live.most < 12e6 + 13e6 * masked
 
 
 @pytest.mark.parametrize(
@@ -93,12 +109,12 @@ def test_a_plan_with_pictures_is_rehearsed() -> None:
     ("devices", "on", "model"),
     [
         (1, "", ADAM),
-        (2, "", ADAM),
+        (2, WHOLE_ONCE, ADAM),
         (2, "tp=2", ADAM),
         (2, "cp=2", ADAM),
         (2, "pp=2", ADAM),
-        (2, "", "optimizer=rf.Muon(lr=1e-3)"),
-        (2, "", 'optimizer=rf.AdamW(lr=1e-6, moments="int8")'),
+        (2, WHOLE_ONCE, "optimizer=rf.Muon(lr=1e-3)"),
+        (2, WHOLE_ONCE, 'optimizer=rf.AdamW(lr=1e-6, moments="int8")'),
     ],
 )
 def test_plans_of_models_that_see_are_within_five_percent(
@@ -106,6 +122,6 @@ def test_plans_of_models_that_see_are_within_five_percent(
 ) -> None:
     path = write_published(tmp_path / kind, kind)
     file = tmp_path / "grpo.py"
-    file.write_text(GRPO.format(path=path, devices=devices, on=on, model=model))
+    file.write_text(GRPO.format(path=path, devices=devices, rows=4 * devices, on=on, model=model))
     _, found = rehearse_target(Target(pipeline=str(file), devices=f"h200:{devices}"))
     require_agreement(found)
