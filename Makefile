@@ -172,6 +172,7 @@ bench: $(STAMP)  ## side-by-side measurements; makes environments of its own
 	$(BIN)/python benchmarks/compile_time.py
 	$(BIN)/python benchmarks/prediction.py
 	$(BIN)/python benchmarks/continuous.py
+	$(BIN)/python benchmarks/flowing.py
 	$(BIN)/python benchmarks/half_billion.py
 	$(BIN)/python benchmarks/phases.py
 	$(BIN)/python benchmarks/products.py

@@ -113,8 +113,8 @@ class Ends:
         self.numbers.append(dict(metrics))
 
 
-def planned(placement: str) -> Any:
-    """The plan of a side."""
+def planned(placement: str, lengths: Any = None) -> Any:
+    """The plan of a side, with lengths that are said; chunks are of complete groups."""
     from rlflow.cli.commands import Target, compile_target
 
     path = model_directory(WIDTHS, "2x128-long")
@@ -124,6 +124,8 @@ def planned(placement: str) -> Any:
         placement=placement,
         devices="cpu:2",
         threads=1,
+        lengths=lengths,
+        groups=True,
     )
     return compile_target(target).compiled.plan
 
@@ -156,15 +158,29 @@ def side(placement: str, iterations: int) -> dict[str, Any]:
 
 def replayed(placement: str, found: Mapping[str, Any]) -> list[float]:
     """When the iterations end where every pool has a core of its own."""
+    own = {(name, i): seconds for name, i, seconds in found["spent"]}
+    count = len(found["length"])
+    return played(planned(placement), lambda action, i: own.get((action.id, i), 0.0), count)
+
+
+def played(plan: Any, seconds: Callable[[Any, int], float], count: int) -> list[float]:
+    """When iterations end on a virtual clock on which an action takes so many seconds."""
     from rlflow.runtime.execute.executor import Executor
     from rlflow.runtime.fake import FakeBackend
 
-    own = {(name, i): seconds for name, i, seconds in found["spent"]}
-    backend = FakeBackend(seconds=lambda action, i: own.get((action.id, i), 0.0))
-    ends, count = Ends(lambda: backend.now), len(found["length"])
-    plan = planned(placement)
+    backend = FakeBackend(seconds=seconds)
+    ends = Ends(lambda: backend.now)
     Executor(plan, backend, ends, start=0, end=count, barrier=count, events=backend.events).run()
     return ends.ends
+
+
+def mean_seconds(found: Mapping[str, Any]) -> dict[str, float]:
+    """Processor seconds of each action of a side in the mean, after the first iterations."""
+    seconds = defaultdict(list)
+    for name, i, own in found["spent"]:
+        if i >= WARMUP:
+            seconds[name].append(own)
+    return {name: statistics.fmean(each) for name, each in seconds.items()}
 
 
 def engine_seconds() -> dict[str, Any]:
@@ -256,8 +272,6 @@ def predicted(placement: str, engine: Mapping[str, Any], drained: Mapping[str, A
     Of a rollout by the engine's steps and passes, of other actions as on the drained side.
     """
     from rlflow.graph.roles import Recalling
-    from rlflow.runtime.execute.executor import Executor
-    from rlflow.runtime.fake import FakeBackend
     from rlflow.scheduler.costs.lengths import as_seen, stages
     from rlflow.scheduler.costs.rows.steady import drawn_iterations
 
@@ -285,21 +299,16 @@ def predicted(placement: str, engine: Mapping[str, Any], drained: Mapping[str, A
             )
             tokens = groups * PROMPT + each.rows * (each.age + PROMPT)
             rollouts.append(decoding + engine["pass"] * (each.passes + 1) + reading * tokens)
-    means = defaultdict(list)
-    for name, i, own in drained["spent"]:
-        if i >= WARMUP:
-            means[name].append(own)
-    seconds = {name: statistics.fmean(found) for name, found in means.items()}
+    seconds = mean_seconds(drained)
 
     def taken(action: Any, iteration: int) -> float:
         if action.id == "actor.rollout":
             return rollouts[iteration % len(rollouts)]
         return seconds.get(action.id, 0.0)
 
-    backend = FakeBackend(seconds=taken)
-    ends, count = Ends(lambda: backend.now), WARMUP + 8 * len(rollouts) + 8
-    Executor(plan, backend, ends, start=0, end=count, barrier=count, events=backend.events).run()
-    return (ends.ends[-1] - ends.ends[WARMUP]) / (count - 1 - WARMUP)
+    count = WARMUP + 8 * len(rollouts) + 8
+    ends = played(plan, taken, count)
+    return (ends[-1] - ends[WARMUP]) / (count - 1 - WARMUP)
 
 
 def rate(ends: Sequence[float], tokens: Sequence[float]) -> float:

@@ -4,10 +4,11 @@ The pipeline is that of `continuous.py`, whose lengths have a long tail; an iter
 Unstreamed, the update begins with the last row. In chunks it adds up the gradients of groups as
 they are complete, while the tail is decoded. Samples are on-policy and the same on all sides.
 
-Seconds are the processor's, as there: each action is counted by the thread that does it, and the
-executor plays the plan with those on a virtual clock of two cores. Sides take turns. The
-prediction knows the unstreamed side and the distribution of lengths alone: an action of a chunk
-takes its part of the whole one's seconds, by the ratio of the plans' estimates.
+Seconds are the processor's, as there: each action is counted by the thread that does it, while no
+other runs in its process, and the executor plays the plan with those on a virtual clock of two
+cores. Sides take turns. The prediction knows the unstreamed side and the distribution of lengths
+alone: an action of a chunk takes its part of the whole one's seconds, by the ratio of the plans'
+estimates.
 
 python benchmarks/flowing.py --turns 3
 """
@@ -17,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -49,7 +49,6 @@ HEADER = (
     "each turn",
     "updates take",
     "predicted",
-    "wall, threads",
 )
 NOTES = (
     "`of the unstreamed` and `predicted` are ratios of seconds to the row of `split`, whose update "
@@ -58,9 +57,7 @@ NOTES = (
     "piece: what it costs to begin early.",
     "Seconds are the processor's, played by the executor on a virtual clock of two cores. Each "
     "action of each iteration counts with the turn in which it took least, as its work is the same "
-    "in all; `each turn` is of the turns as they were. `wall` is the ratio as the clock on the "
-    "wall had it in one process, on a machine with the load that is said, whose pools are threads "
-    "that share its interpreter.",
+    "in all; `each turn` is of the turns as they were.",
 )
 
 
@@ -132,12 +129,11 @@ def least(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     Its work is the same in each turn; what else runs on the machine adds to its seconds alone.
     """
-    found: dict[tuple[str, int], tuple[float, float]] = {}
+    found: dict[tuple[str, int], float] = {}
     for turn in turns:
-        for name, number, own, wall in turn["spent"]:
-            known = found.get((name, number), (own, wall))
-            found[name, number] = min(known[0], own), min(known[1], wall)
-    spent = [[name, number, *both] for (name, number), both in found.items()]
+        for name, number, own in turn["spent"]:
+            found[name, number] = min(found.get((name, number), own), own)
+    spent = [[name, number, own] for (name, number), own in found.items()]
     return {**turns[0], "spent": spent}
 
 
@@ -153,7 +149,6 @@ def figures(turns: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[
         said = predicted(name, sides[WHOLE], lengths)
         ratio = ends[name] / ends[WHOLE]
         pairs = list(zip(found, turns[WHOLE], strict=True))
-        walls = [per_iteration(a["wall"]) / per_iteration(b["wall"]) for a, b in pairs]
         made[name] = {
             "iteration": ends[name],
             "ratio": ratio,
@@ -162,7 +157,6 @@ def figures(turns: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[
             "each": [per_iteration(a["own"]) / per_iteration(b["own"]) for a, b in pairs],
             "updates": updates[name] / updates[WHOLE],
             "updates_predicted": said["updates"],
-            "wall": statistics.median(walls),
         }
     return made
 
@@ -179,7 +173,6 @@ def report(found: Mapping[str, Any], facts: Mapping[str, Any], folder: Path) -> 
             " ".join(f"{ratio:.2f}" for ratio in each["each"]),
             f"{each['updates']:.2f}",
             f"{each['updates_predicted']:.2f}",
-            f"{each['wall']:.2f}",
         )
         for name, each in found.items()
     ]

@@ -9,11 +9,11 @@ from flowing import least, per_iteration
 
 def test_each_action_counts_with_the_turn_in_which_it_took_least():
     turns = [
-        {"spent": [["a", 0, 1.0, 4.0], ["b", 0, 3.0, 3.0]], "length": [5]},
-        {"spent": [["a", 0, 2.0, 2.0], ["b", 0, 2.5, 9.0]], "length": [5]},
+        {"spent": [["a", 0, 1.0], ["b", 0, 3.0]], "length": [5]},
+        {"spent": [["a", 0, 2.0], ["b", 0, 2.5]], "length": [5]},
     ]
     found = least(turns)
-    assert [["a", 0, 1.0, 2.0], ["b", 0, 2.5, 3.0]] == found["spent"]
+    assert [["a", 0, 1.0], ["b", 0, 2.5]] == found["spent"]
     assert [5] == found["length"]
 
 
