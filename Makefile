@@ -78,12 +78,13 @@ chaos: $(STAMP)  ## every fault of the matrix in whole runs, and what was left; 
 		RLFLOW_CHAOS_REPORT=$(if $(SAMPLE),build/chaos.md,benchmarks/results/chaos.md) \
 		$(BIN)/python -m pytest tests/chaos -m chaos --no-showlocals -p no:cacheprovider -n 2 --maxschedchunk=1
 
-# So many kills of chance, drawn by SEED; SETUPS=ray for some alone.
+# So many kills of chance, drawn by SEED; SETUPS=ray for some alone, VICTIMS=reward,engine for some processes.
 N       := 200
 SETUPS  := local,ray,engine
+VICTIMS :=
 
 kills: $(STAMP)  ## processes of whole runs killed by chance, N=200 of them: nothing is lost, nothing left, the bits are equal
-	RLFLOW_KILLS=$(N) RLFLOW_KILLS_SEED=$(SEED) RLFLOW_KILLS_SETUPS=$(SETUPS) RLFLOW_CHAOS_SLOWER=$(SLOWER) \
+	RLFLOW_KILLS=$(N) RLFLOW_KILLS_SEED=$(SEED) RLFLOW_KILLS_SETUPS=$(SETUPS) RLFLOW_KILLS_VICTIMS="$(VICTIMS)" RLFLOW_CHAOS_SLOWER=$(SLOWER) \
 		RLFLOW_SGLANG_PYTHON=$${RLFLOW_SGLANG_PYTHON:-$(wildcard $(CURDIR)/.venv-sglang/bin/python)} \
 		RLFLOW_KILLS_REPORT=benchmarks/results/kills.md \
 		$(BIN)/python -m pytest tests/chaos -m kills --no-showlocals -p no:cacheprovider -n 2 --maxschedchunk=1

@@ -91,8 +91,9 @@ class Kill:
 class Campaign:
     """Kills in runs of one setup, each run from its start until it has come to its end."""
 
-    def __init__(self, scene: Scene, name: str) -> None:
+    def __init__(self, scene: Scene, name: str, only: tuple[str, ...] = ()) -> None:
         self.scene, self.name, self.setup = scene, name, SETUPS[name]
+        self.victims = victims(name, only)
         self.runs = 0
         began = time.monotonic()
         self.whole = self._undisturbed()
@@ -134,7 +135,7 @@ class Campaign:
     def _kill(self) -> Kill | None:
         """Start or continue, kill whom chance says; None where nobody was there to be killed."""
         chance = self.scene.chance
-        victim, moment = chance.choice(self.setup.victims), chance.uniform(0.2, 1.0) * self.took
+        victim, moment = chance.choice(self.victims), chance.uniform(0.2, 1.0) * self.took
         started, began = self._start(), time.monotonic()
         try:
             started.wait(moment)
@@ -166,11 +167,11 @@ class Campaign:
         )
 
     def _strike(self, victim: str, started: subprocess.Popen[str]) -> bool:
-        """Kill one process; whether there was one while the run went on."""
-        found = [started.pid]
-        if victim != "driver":
-            commands = self.scene.processes().items()
-            found = [pid for pid, command in commands if re.search(NAMES[victim], command)]
+        """Kill one process, at once or a moment after the first is there; whether one was."""
+        found = self._found(victim, started)
+        while not found and started.poll() is None:
+            time.sleep(self.scene.chance.uniform(0.1, 0.5))
+            found = self._found(victim, started)
         if not found or started.poll() is not None:
             return False
         try:
@@ -178,6 +179,13 @@ class Campaign:
         except ProcessLookupError:
             return False
         return True
+
+    def _found(self, victim: str, started: subprocess.Popen[str]) -> list[int]:
+        """The processes of the run that are such victims."""
+        if victim == "driver":
+            return [started.pid]
+        commands = self.scene.processes().items()
+        return [pid for pid, command in commands if re.search(NAMES[victim], command)]
 
     def _nothing_left(self) -> None:
         left = self.scene.left()
@@ -191,6 +199,11 @@ class Campaign:
         )
         self._anew()
         return True
+
+
+def victims(name: str, only: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Who is killed in a setup, some as often as others together; of `only` where there are any."""
+    return tuple(each for each in SETUPS[name].victims if not only or each in only)
 
 
 def expected(victim: str, result: Result) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.kills import Campaign, Kill
+from tests.chaos.kills import Campaign, Kill, victims
 from tests.chaos.report import alone, by_line, now
 from tests.chaos.scene import SLOWER, Scene
 
@@ -25,6 +25,7 @@ SEED = int(os.environ.get("RLFLOW_KILLS_SEED") or 0)
 PAGE = os.environ.get("RLFLOW_KILLS_REPORT")
 ENGINE = bool(os.environ.get("RLFLOW_SGLANG_PYTHON"))
 NAMED = (os.environ.get("RLFLOW_KILLS_SETUPS") or "local,ray,engine").split(",")
+VICTIMS = tuple(each for each in os.environ.get("RLFLOW_KILLS_VICTIMS", "").split(",") if each)
 # Kills of a campaign; an engine takes longest to start.
 EACH = {"local": 10, "ray": 10, "engine": 5}
 
@@ -43,7 +44,7 @@ class Ended:
 
 def campaigns() -> list[tuple[str, int, int]]:
     """The setup, seed and kills of each campaign, setups in turn, until there are enough."""
-    names = [name for name in NAMED if name != "engine" or ENGINE]
+    names = [name for name in NAMED if victims(name, VICTIMS) and (name != "engine" or ENGINE)]
     found: list[tuple[str, int, int]] = []
     left = COUNT
     while left > 0:
@@ -108,7 +109,7 @@ def test_whatever_is_killed_nothing_is_lost_and_nothing_is_left(name: str, seed:
     kills: list[Kill] = []
     failed = "was ended"
     try:
-        for kill in Campaign(scene, name).kills(count):
+        for kill in Campaign(scene, name, VICTIMS).kills(count):
             kills.append(kill)
         failed = ""
     except AssertionError as error:
@@ -117,7 +118,12 @@ def test_whatever_is_killed_nothing_is_lost_and_nothing_is_left(name: str, seed:
     finally:
         scene.close()
         made = Ended(
-            setup=name, seed=seed, kills=len(kills), failed=failed, when=now(), slower=SLOWER
+            setup=" ".join((name, *VICTIMS)),
+            seed=seed,
+            kills=len(kills),
+            failed=failed,
+            when=now(),
+            slower=SLOWER,
         )
         put_down(kills, made)
         if not failed:
