@@ -118,7 +118,7 @@ def test_whatever_is_killed_nothing_is_lost_and_nothing_is_left(name: str, seed:
     finally:
         scene.close()
         made = Ended(
-            setup=" ".join((name, *VICTIMS)),
+            setup=" ".join(dict.fromkeys((name, *(victims(name, VICTIMS) if VICTIMS else ())))),
             seed=seed,
             kills=len(kills),
             failed=failed,
