@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -63,12 +64,18 @@ def test_experts_are_counted_and_shared_out() -> None:
     assert CHOSEN / EXPERTS * whole.held == whole.active
     assert 4 * 1000 * CHOSEN / EXPERTS == part.rows(1000)
     assert 0 == whole.sent == known_shape("qwen3-32b").in_experts
-    assert CHOSEN * HIDDEN / 2 == part.sent
+    # As many sets of eight experts as miss those of a rank, of all sets.
+    missed = math.comb(EXPERTS - EXPERTS // 8, CHOSEN) / math.comb(EXPERTS, CHOSEN)
+    assert 4 * (1 - missed) == part.met
+    assert part.met * (HIDDEN + 1.5 * CHOSEN) == part.sent
 
 
 def test_a_forward_sends_each_token_to_its_experts_and_back_in_every_layer() -> None:
     roof, tokens = roofline(8), 4096.0
-    size = tokens * CHOSEN * HIDDEN * 2 * FULLEST_RANK
+    met = Experts(shape=MIXTURE, ep=8).met
+    # Once to each rank, of which a token with eight experts meets five of eight.
+    assert 5 < met < 5.5
+    size = tokens * met * (HIDDEN + 1.5 * CHOSEN) * 2 * FULLEST_RANK
     link = GPUS.kind.link * GPUS.kind.reached
     wait = GPUS.kind.latency + 7 * GPUS.kind.hop
 
@@ -101,9 +108,9 @@ def test_experts_lie_apart_where_micro_batches_are_small() -> None:
         return roof.update(rows, trained, recompute="selective")
 
     assert 1.1 * update(8, 4096) < update(1, 4096)
-    whole = replace(roofline(1), micro_tokens=32_768)
+    whole = replace(roofline(1), micro_tokens=65_536)
     gathers = whole.passes(rows) * (2 * whole.gathered() + whole.shared_out(trained))
-    assert update(1, 32_768) + gathers < update(8, 32_768)
+    assert update(1, 65_536) + gathers < update(8, 65_536)
 
 
 def test_plans_say_what_tokens_take_to_their_experts_and_what_is_assumed() -> None:

@@ -178,7 +178,7 @@ def without_data(live: LiveStorages, ranks: int, rank: int = 0) -> Iterator[None
         replace(spans, "attend_flex", attended_by_flex)
         replace(sharded, "in_storage", in_no_storage)
         replace(experts, "pairs_here", mean_pairs)
-        replace(experts, "pairs_of_ranks", mean_pairs_of_ranks)
+        replace(experts, "rows_of_ranks", mean_rows_of_ranks)
         for owner, name, kind in (
             (loading, "skeleton_for", ELSEWHERE),
             (build, "skeleton", ELSEWHERE),
@@ -220,12 +220,18 @@ def mean_pairs(layer: Any, chosen: Tensor, _: Tensor) -> int:
     return chosen.numel() * len(layer.gate_up_proj) // int(layer.num_experts)
 
 
-def mean_pairs_of_ranks(
+def mean_rows_of_ranks(
     layer: Any, chosen: Tensor, going: Tensor, _: Tensor
-) -> tuple[list[int], list[int]]:
-    """The same of each of several ranks; to this one come as many as plans count with."""
-    mean = mean_pairs(layer, chosen, going)
-    return [mean] * len(going), [math.ceil(FULLEST_RANK * mean)] * len(going)
+) -> tuple[list[int], list[int], int]:
+    """The tokens of these of each of several ranks; to this one come as many as plans count with.
+
+    And their pairs.
+    """
+    (tokens, k), experts = chosen.shape, int(layer.num_experts)
+    others = experts - len(layer.gate_up_proj)
+    mean = round(tokens * (1 - math.comb(others, k) / math.comb(experts, k)))
+    pairs = math.ceil(FULLEST_RANK * mean_pairs(layer, chosen, going))
+    return [mean] * len(going), [math.ceil(FULLEST_RANK * mean)] * len(going), pairs * len(going)
 
 
 def in_no_storage(storage: Tensor, like: Tensor) -> Tensor:

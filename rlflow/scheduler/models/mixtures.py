@@ -5,6 +5,7 @@ Knows widths and how many ranks experts lie apart on; neither devices nor second
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -80,8 +81,21 @@ class Experts:
 
     @property
     def sent(self) -> float:
-        """Numbers of a token that go one way in a layer, those to its own rank included."""
-        return self.shape.chosen * self.shape.hidden / self.tp if self.ep > 1 else 0.0
+        """Numbers of a token that go one way in a layer, those to its own rank included.
+
+        A hidden state for each rank with any of its experts; there with weights and int32 numbers
+        of k experts, in two bytes each three numbers, of which half are counted each way.
+        """
+        return self.met * (self.shape.hidden + 1.5 * self.shape.chosen)
+
+    @property
+    def met(self) -> float:
+        """Ranks along `ep` with any of a token's experts, where all sets of k are as likely."""
+        if self.ep == 1:
+            return 0.0
+        experts, k = self.shape.experts, self.shape.chosen
+        others = experts - experts // (self.tp * self.ep)
+        return self.ep * (1 - math.comb(others, k) / math.comb(experts, k))
 
 
 def apart_on(shape: Shape | None, fsdp: int, tp: int, host: int) -> Iterator[int]:

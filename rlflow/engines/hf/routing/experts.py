@@ -22,15 +22,19 @@ GROUPED = {torch.float32, torch.bfloat16, torch.float16}
 LateRuns = Callable[[Tensor, Tensor, Tensor], bool]
 
 
-def own_experts(layer: Any, first: int, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+def own_experts(
+    layer: Any, first: int, x: Tensor, chosen: Tensor, weights: Tensor, count: int | None = None
+) -> Tensor:
     """What a layer's experts add to tokens `x [tokens, size]` that chose them, of its dtype.
 
     `chosen` int64 and `weights`, `[tokens, k]`, number the experts of all ranks; the layer has
     those from `first` on, stacked: gate and up `[experts, 2 width, size]`, down
-    `[experts, size, width]`. A token that chose none of them has zeros.
+    `[experts, size, width]`. A token that chose none of them has zeros. The host waits for the
+    `count` of pairs of a token and one of these experts, unless it is known.
     """
     order, sizes = sorted_pairs(chosen, first, len(layer.gate_up_proj))
-    return of_pairs(layer, x, order[: pairs_here(layer, chosen, sizes)], sizes, weights)
+    pairs = order[: pairs_here(layer, chosen, sizes) if count is None else count]
+    return of_pairs(layer, x, pairs, sizes, weights)
 
 
 def all_experts(layer: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -71,19 +75,6 @@ class AddedUp(torch.autograd.Function):
         return (of_token * own[:, None]).to(made.dtype), to_weights.view_as(weights), None
 
 
-class AddedInOrder(AddedUp):
-    """The same in the order of a token's choices, whichever expert's rows come first."""
-
-    @staticmethod
-    def forward(ctx: Any, made: Tensor, weights: Tensor, pairs: Tensor) -> Tensor:
-        """As `AddedUp` has it."""
-        ctx.save_for_backward(made, weights, pairs)
-        each = made.new_zeros(weights.numel(), made.shape[1])
-        each[pairs] = made
-        each = each.view(*weights.shape, made.shape[1])
-        return (each * weights[..., None]).sum(1).to(made.dtype)
-
-
 def sorted_pairs(chosen: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
     """Pairs of a token and an expert, by the expert: those of `count` from `first` on come first.
 
@@ -102,12 +93,16 @@ def pairs_here(layer: Any, chosen: Tensor, sizes: Tensor) -> int:
     return int(sizes.sum())
 
 
-def pairs_of_ranks(
+def rows_of_ranks(
     layer: Any, chosen: Tensor, going: Tensor, coming: Tensor
-) -> tuple[list[int], list[int]]:
-    """How many pairs go to each rank and come from it, `[ranks, experts]`; the host waits once."""
-    sent, received = torch.stack([going.sum(1), coming.sum(1)]).tolist()
-    return sent, received
+) -> tuple[list[int], list[int], int]:
+    """How many tokens go to each rank and come from it, and how many pairs these are of here.
+
+    Tokens and pairs of each rank, `[ranks, 2]`; the host waits once.
+    """
+    sent, received = torch.stack([going, coming]).tolist()
+    rows = ([count for count, _ in ends] for ends in (sent, received))
+    return *rows, sum(pairs for _, pairs in received)
 
 
 def expert_products(layer: Any, rows: Tensor, sizes: Tensor) -> Tensor:
@@ -187,26 +182,74 @@ def grouped_mm(left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
     return made
 
 
-class Exchanged(torch.autograd.Function):
-    """Rows for other ranks in the place of theirs for this one; gradients go the way back."""
+class Sent(torch.autograd.Function):
+    """Tokens for other ranks in the place of theirs for this one; gradients go the way back.
+
+    Each with the experts that it chose and their weights, in one message.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         rows: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
+        group: dist.ProcessGroup,
+        sent: Sequence[int],
+        received: Sequence[int],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`rows [sum of sent, size]`, `weights` and `chosen`, `[sum of sent, k]`, by their rank."""
+        ctx.way = group, sent, received
+        own = (rows, weights, chosen)
+        come = all_to_all(in_bytes(own), group, sent, received)
+        found, got, picked = out_of_bytes(come, own)
+        ctx.mark_non_differentiable(picked)
+        return found, got, picked
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad: Tensor, to_weights: Tensor, _: Tensor
+    ) -> tuple[Tensor, Tensor, None, None, None, None]:
+        """The gradients of this rank's rows and weights, which come from where those went."""
+        group, sent, received = ctx.way
+        own = (grad, to_weights)
+        come = all_to_all(in_bytes(own), group, received, sent)
+        of_rows, of_weights = out_of_bytes(come, own)
+        return of_rows, of_weights, None, None, None, None
+
+
+class Returned(torch.autograd.Function):
+    """What ranks have made of rows, where those came from; gradients go the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        made: Tensor,
         group: dist.ProcessGroup,
         sent: Sequence[int],
         received: Sequence[int],
     ) -> Tensor:
-        """`rows [sum of sent, size]` by the rank that they go to; `[sum of received, size]`."""
+        """`made [sum of sent, size]` by the rank that it goes to; `[sum of received, size]`."""
         ctx.way = group, sent, received
-        return all_to_all(rows, group, sent, received)
+        return all_to_all(made, group, sent, received)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        """The gradients of this rank's rows, which come from where those went."""
+        """The gradients of what this rank has made."""
         group, sent, received = ctx.way
         return all_to_all(grad, group, received, sent), None, None, None
+
+
+def in_bytes(columns: Sequence[Tensor]) -> Tensor:
+    """Tensors of as many rows side by side, uint8 `[rows, bytes]`."""
+    return torch.cat([each.contiguous().view(torch.uint8) for each in columns], 1)
+
+
+def out_of_bytes(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors of which rows are the bytes, of the widths and dtypes of others."""
+    widths = [each.shape[1] * each.element_size() for each in like]
+    parts = zip(torch.split(rows, widths, 1), like, strict=True)
+    return [part.contiguous().view(each.dtype) for part, each in parts]
 
 
 def all_to_all(
@@ -225,27 +268,32 @@ def dispatched_experts(
 
     Each rank has as many experts in `layer` as every other, stacked as of `own_experts`; the
     group's are those from `first` on, in the order of its ranks. `chosen` int64 and `weights` are
-    `[tokens, k]`. A token's results are added up in the order of its choices, an expert's gradients
-    in that of ranks and tokens. All ranks of the group take part, also those without a token.
+    `[tokens, k]`. A token goes once to each rank that has any of its experts, and what these add
+    to it comes back as one row; those of several ranks are added up in float32 at least. All ranks
+    of the group take part, also those without a token.
 
-    How many tokens go to each expert is exchanged first. The sizes of the all-to-all that follows
-    have to be on the host (NCCL has no other), so that each call waits for the device once; the
-    backward does not.
+    How many tokens and pairs go to each rank is exchanged first. The sizes of the all-to-all that
+    follows have to be on the host (NCCL has no other), so that each call waits for the device once;
+    the backward does not.
     """
     ranks, count, k = dist.get_world_size(group), len(layer.gate_up_proj), chosen.shape[1]
-    order, going = sorted_pairs(chosen, first, ranks * count)
+    owner = torch.div(chosen - first, count, rounding_mode="floor")
+    owner = torch.where((owner >= 0) & (owner < ranks), owner, ranks)
+    # Of the pairs of a token and a rank the first stands for all.
+    first_of = (owner[:, :, None] == owner[:, None, :]).tril(-1).any(-1).logical_not()
+    counted = torch.stack([first_of, torch.ones_like(first_of)], -1).long().view(-1, 2)
+    going = counted.new_zeros(ranks + 1, 2).index_add_(0, owner.flatten(), counted)[:ranks]
+    order = torch.sort(torch.where(first_of, owner, ranks).flatten(), stable=True).indices
     coming = torch.empty_like(going)
     dist.all_to_all_single(coming, going, group=group)
-    sent, received = pairs_of_ranks(layer, chosen, going.view(ranks, -1), coming.view(ranks, -1))
-    pairs = order[: sum(sent)]
-    came: Tensor = Exchanged.apply(x[pairs // k], group, sent, received)  # type: ignore[no-untyped-call]
-    # Rows come by rank, and of each by expert; an expert's are to lie together.
-    runs = torch.arange(count, device=x.device).repeat(ranks)
-    runs = runs.repeat_interleave(coming, output_size=len(came))
-    together = torch.sort(runs, stable=True).indices
-    made = expert_products(layer, came[together], coming.view(ranks, count).sum(0))
-    places = torch.arange(len(came), device=x.device)
-    apart = torch.empty_like(together).scatter_(0, together, places)
-    returned: Tensor = Exchanged.apply(made[apart], group, received, sent)  # type: ignore[no-untyped-call]
-    added: Tensor = AddedInOrder.apply(returned, weights, pairs)  # type: ignore[no-untyped-call]
-    return added
+    sent, received, here = rows_of_ranks(layer, chosen, going, coming)
+    leave = order[: sum(sent)] // k
+    told = (chosen[leave] - first).to(torch.int32)
+    way = group, sent, received
+    came, weighed, picked = Sent.apply(x[leave], weights[leave], told, *way)  # type: ignore[no-untyped-call]
+    own = dist.get_rank(group) * count
+    made = own_experts(layer, own, came, picked.long(), weighed, here)
+    returned: Tensor = Returned.apply(made, group, received, sent)  # type: ignore[no-untyped-call]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    total = torch.zeros(x.shape, dtype=wide, device=x.device)
+    return total.index_add(0, leave, returned.to(wide)).to(x.dtype)
