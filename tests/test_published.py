@@ -50,6 +50,7 @@ def test_a_counted_row_says_what_decides():
         ({"source": "hearsay"}, "no source 'hearsay'"),
         ({"unknown": None}, "no list unknown"),
         ({"algorithm": "dpo"}, "no algorithm 'dpo'"),
+        ({"placement": {"train_ep": 8}}, "dispatch None"),
         ({"measured": [{"what": "iteration", "value": 1, "unit": "min"}]}, "iteration in 'min'"),
         ({"measured": [{"what": "speed", "value": 1, "unit": "s"}]}, "no quantity 'speed'"),
         (
@@ -82,6 +83,14 @@ def test_a_mean_length_reaches_the_plan():
     both = [rows.Setting(said={**many, "response_mean": mean}) for mean in (200, 400)]
     short, long = (encode.predicted(one).of("generation") for one in both)
     assert 1.5 < long / short < 2.5
+
+
+def test_a_setting_has_its_systems_dispatch():
+    (setting,) = [one for one in COUNTED if one.name == "nemo_v05_30a_h100_32"]
+    once = rows.Setting(said={**setting.said, "dispatch": "rank"})
+    theirs, own = (encode.predicted(one).of("training") for one in (setting, once))
+    # All-to-alls are the lesser part of it, and get a third shorter.
+    assert 1.02 < theirs / own < 1.4
 
 
 @pytest.mark.parametrize("name", QUICK)

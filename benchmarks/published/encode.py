@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import rlflow as rf
 from published.rows import Setting
@@ -18,6 +19,7 @@ from rlflow import ops
 from rlflow.cli.commands import Target, declare
 from rlflow.errors import PlanError
 from rlflow.scheduler.devices.cluster import parse_cluster
+from rlflow.scheduler.models.mixtures import Experts
 from rlflow.scheduler.search.tune import SearchLimits, Tuned, search_placements
 
 # vLLM as rlflow starts it has its ranks on one host.
@@ -172,7 +174,7 @@ def compiled(setting: Setting) -> rf.CompiledPlan:
     """The plan of a setting; PlanError where there is none."""
     config, said = config_of(setting), setting.said
     mean = None if config.fixed else said.get("response_mean")
-    with unmeasured():
+    with unmeasured(), dispatched(said.get("dispatch", "rank")):
         return rf.compile(
             published,
             placement=placement_of(setting),
@@ -249,3 +251,18 @@ def unmeasured() -> Iterator[None]:
             os.environ.pop(name)
             if value is not None:
                 os.environ[name] = value
+
+
+def sent_to_each_expert(experts: Experts) -> float:
+    """Numbers of a token that go one way where it goes once for each of its experts.
+
+    As Megatron's alltoall dispatcher has it, whose ranks along tp have a part of the tokens each.
+    """
+    return experts.shape.chosen * experts.shape.hidden / experts.tp if experts.ep > 1 else 0.0
+
+
+def dispatched(once_for_each: str) -> AbstractContextManager[object]:
+    """Have plans send tokens once for each "expert" of theirs; for each "rank", as rlflow does."""
+    if once_for_each == "rank":
+        return nullcontext()
+    return patch.object(Experts, "sent", property(sent_to_each_expert))

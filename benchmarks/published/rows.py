@@ -25,6 +25,8 @@ QUANTITIES = (
     "memory",
     "ratio",
 )
+# How tokens go to experts that lie apart.
+DISPATCHES = ("expert", "rank")
 ALGORITHMS = ("grpo", "ppo", "sync", "generate")
 # What a counted row must say, by what is run: without it a prediction is of something else.
 DECIDING = {
@@ -122,6 +124,9 @@ def _problems_of(setting: Setting, published: Published) -> list[str]:
         found.append(f"no source {said.get('source')!r}")
     if said.get("algorithm") not in ALGORITHMS:
         found.append(f"no algorithm {said.get('algorithm')!r}")
+    apart = "train_ep" in said.get("placement", {}) and said.get("algorithm") != "sync"
+    if said.get("dispatch") not in (DISPATCHES if apart else (None,)):
+        found.append(f"dispatch {said.get('dispatch')!r}")
     if not setting.why_not and not setting.can_be_encoded:
         found.append("is counted, and what decides is not said")
     return found + [what for row in setting.rows for what in _row_problems(row)]

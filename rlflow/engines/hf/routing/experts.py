@@ -240,6 +240,27 @@ class Returned(torch.autograd.Function):
         return all_to_all(grad, group, received, sent), None, None, None
 
 
+class SummedOfRanks(torch.autograd.Function):
+    """What ranks have made of a token, added up in the order of its choices, in float32 at least.
+
+    Keeps none of it, as the rows that torch's `index_add` keeps would be.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, made: Tensor, pairs: Tensor, shape: torch.Size, k: int) -> Tensor:
+        """Rows `made [pairs, size]`, of `pairs` among the `k` of each token: of that `shape`."""
+        ctx.tokens = pairs // k
+        each = made.new_zeros(shape[0] * k, shape[1])
+        each[pairs] = made
+        wide = torch.promote_types(made.dtype, torch.float32)
+        return each.view(shape[0], k, shape[1]).sum(1, dtype=wide).to(made.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """Of a row the gradient of its token."""
+        return grad[ctx.tokens], None, None, None
+
+
 def in_bytes(columns: Sequence[Tensor]) -> Tensor:
     """Tensors of as many rows side by side, uint8 `[rows, bytes]`."""
     return torch.cat([each.contiguous().view(torch.uint8) for each in columns], 1)
@@ -269,8 +290,8 @@ def dispatched_experts(
     Each rank has as many experts in `layer` as every other, stacked as of `own_experts`; the
     group's are those from `first` on, in the order of its ranks. `chosen` int64 and `weights` are
     `[tokens, k]`. A token goes once to each rank that has any of its experts, and what these add
-    to it comes back as one row; those of several ranks are added up in float32 at least. All ranks
-    of the group take part, also those without a token.
+    to it comes back as one row; see `SummedOfRanks`. All ranks of the group take part, also those
+    without a token.
 
     How many tokens and pairs go to each rank is exchanged first. The sizes of the all-to-all that
     follows have to be on the host (NCCL has no other), so that each call waits for the device once;
@@ -287,13 +308,13 @@ def dispatched_experts(
     coming = torch.empty_like(going)
     dist.all_to_all_single(coming, going, group=group)
     sent, received, here = rows_of_ranks(layer, chosen, going, coming)
-    leave = order[: sum(sent)] // k
+    pairs = order[: sum(sent)]
+    leave = pairs // k
     told = (chosen[leave] - first).to(torch.int32)
     way = group, sent, received
     came, weighed, picked = Sent.apply(x[leave], weights[leave], told, *way)  # type: ignore[no-untyped-call]
     own = dist.get_rank(group) * count
     made = own_experts(layer, own, came, picked.long(), weighed, here)
     returned: Tensor = Returned.apply(made, group, received, sent)  # type: ignore[no-untyped-call]
-    wide = torch.promote_types(x.dtype, torch.float32)
-    total = torch.zeros(x.shape, dtype=wide, device=x.device)
-    return total.index_add(0, leave, returned.to(wide)).to(x.dtype)
+    added: Tensor = SummedOfRanks.apply(returned, pairs, x.shape, k)  # type: ignore[no-untyped-call]
+    return added

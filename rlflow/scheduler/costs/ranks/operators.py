@@ -10,7 +10,7 @@ from rlflow.scheduler.models.shapes import Shape
 
 # Of a forward and its backward.
 LAYER, BESIDE = (54, 103), (31, 21)
-OF_EXPERTS, OF_EXPERTS_APART = (79, 117), (117, 132)
+OF_EXPERTS, OF_EXPERTS_APART = (79, 117), (118, 130)
 
 
 def operators(shape: Shape, times: float, *, apart: bool) -> float:
