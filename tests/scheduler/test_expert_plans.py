@@ -85,6 +85,16 @@ def test_a_forward_sends_each_token_to_its_experts_and_back_in_every_layer() -> 
     assert 0.0 == roofline(1).dispatched(tokens)
 
 
+def test_hidden_states_of_experts_are_read_and_written() -> None:
+    """Picked, weighed and added up for each expert; those that travel as they leave and come."""
+    whole, apart, dense = roofline(1), roofline(8), replace(MIXTURE, experts=0, chosen=0)
+    none = replace(whole, shape=dense).between
+    assert LAYERS * CHOSEN * HIDDEN * 14 == pytest.approx(whole.between - none)
+    met = Experts(shape=MIXTURE, ep=8).met
+    more = LAYERS * HIDDEN * (CHOSEN * FULLEST_RANK * 14 + met * 20)
+    assert more == pytest.approx(apart.between - none)
+
+
 def test_ranks_gather_their_own_experts_alone() -> None:
     apart, whole = roofline(8), roofline(1)
     experts = 2 * MIXTURE.in_experts

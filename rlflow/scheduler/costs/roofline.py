@@ -118,14 +118,17 @@ class Roofline(TowerSeconds):
     def between(self) -> float:
         """Bytes of a token that kernels between products read and write, in all layers.
 
-        Norms those of a rank's own tokens, where ranks share the sequence.
+        Norms those of a rank's own tokens, where ranks share the sequence. And experts'.
         """
         shape, ranks, wide = self.shape, self.tp.ranks, self.size / 2
         heads = shape.heads + shape.kv_heads + ranks * shape.repeated_heads(ranks)
         turned = heads * shape.head_dim * efficiency.ROTARY_BYTES
         gated = shape.ffn * efficiency.GATED_BYTES
         norms = 2 * self.layers.between * efficiency.NORM_BYTES
-        return shape.layers * wide * (norms + (turned + gated) / ranks)
+        routed = self.experts.picked * efficiency.ROUTED_BYTES
+        routed += self.experts.met * shape.hidden * efficiency.SENT_BYTES
+        layers = shape.layers * (norms + (turned + gated) / ranks)
+        return wide * (layers + shape.expert_layers * routed)
 
     def multiplied(self, computed: float, size: float) -> float:
         """Seconds of products that read so many bytes of weights: both on a CPU, else the larger.

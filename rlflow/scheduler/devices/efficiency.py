@@ -83,6 +83,11 @@ CACHE_READ = 0.65
 # Bytes that operators of PyTorch read and write one after the other, of each number: a norm in
 # float32 (twice), its addition, what turns queries and keys, a gated unit; counted of Qwen2.
 NORM_BYTES, ROTARY_BYTES, GATED_BYTES = 34, 16, 10
+# Of each number of the hidden states that a token's experts read and make, counted of `own_experts`
+# in two bytes: picked (read, written), by its weight (the same), added up (read twice, written).
+# And of each that goes to another rank and comes back, counted of `dispatched_experts`: picked, put
+# into a message, taken out of it, and added up with those of others.
+ROUTED_BYTES, SENT_BYTES = 14, 20
 # And of each logit: to float32, by the temperature, its log-softmax and entropy; the same, with a
 # backward that makes them again; and of a drawn token.
 SCORED_BYTES, LEARNED_BYTES, DRAWN_BYTES = 44, 110, 30

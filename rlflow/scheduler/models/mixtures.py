@@ -74,6 +74,11 @@ class Experts:
         """Numbers among them of the units of gates."""
         return self.shape.chosen * self.width * self.uneven / self.tp
 
+    @property
+    def picked(self) -> float:
+        """Numbers of hidden states that a token's experts read in a layer, of the fullest rank."""
+        return self.shape.chosen * self.shape.hidden * self.uneven / self.tp
+
     def rows(self, tokens: float) -> float:
         """Rows of the product of one expert, in the mean, where each rank has so many tokens."""
         shape = self.shape
