@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -55,9 +56,9 @@ NOTES = (
     "begins when all rows have ended; `off by` is of the ratio.",
     "`updates take` is the processor time of all chunks of an update over that of one in one "
     "piece: what it costs to begin early.",
-    "Seconds are the processor's, played by the executor on a virtual clock of two cores. Each "
-    "action of each iteration counts with the turn in which it took least, as its work is the same "
-    "in all; `each turn` is of the turns as they were.",
+    "Seconds are the processor's, played by the executor on a virtual clock of two cores; ratios "
+    "are medians of those within a turn, which `each turn` has. Beside other work on the machine "
+    "an action takes up to half as long again, so one turn says little.",
 )
 
 
@@ -124,39 +125,28 @@ def apart(placement: str, iterations: int, number: int) -> dict[str, Any]:
     return found
 
 
-def least(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A side whose every action took what it took in the turn in which it took least.
-
-    Its work is the same in each turn; what else runs on the machine adds to its seconds alone.
-    """
-    found: dict[tuple[str, int], float] = {}
-    for turn in turns:
-        for name, number, own in turn["spent"]:
-            found[name, number] = min(found.get((name, number), own), own)
-    spent = [[name, number, own] for (name, number), own in found.items()]
-    return {**turns[0], "spent": spent}
-
-
 def figures(turns: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Of each side, beside the unstreamed one and what was predicted from that."""
+    """Of each side beside the unstreamed one of its turn, and what was predicted from that.
+
+    Medians over the turns, in each of which the machine is about as busy for all sides.
+    """
     lengths = expected_lengths()
-    sides = {name: least(found) for name, found in turns.items()}
-    ends = {name: per_iteration(replayed(name, found)) for name, found in sides.items()}
-    updates = {name: updates_take(found) for name, found in sides.items()}
-    alone = predicted(WHOLE, sides[WHOLE], lengths)["iteration"]
+    alone = [predicted(WHOLE, whole, lengths)["iteration"] for whole in turns[WHOLE]]
     made = {}
     for name, found in turns.items():
-        said = predicted(name, sides[WHOLE], lengths)
-        ratio = ends[name] / ends[WHOLE]
+        said = [predicted(name, whole, lengths) for whole in turns[WHOLE]]
         pairs = list(zip(found, turns[WHOLE], strict=True))
+        each = [per_iteration(a["own"]) / per_iteration(b["own"]) for a, b in pairs]
+        promised = [one["iteration"] / whole for one, whole in zip(said, alone, strict=True)]
+        ratio, expected = statistics.median(each), statistics.median(promised)
         made[name] = {
-            "iteration": ends[name],
+            "iteration": statistics.median(per_iteration(one["own"]) for one in found),
             "ratio": ratio,
-            "predicted": said["iteration"] / alone,
-            "off": said["iteration"] / alone / ratio - 1,
-            "each": [per_iteration(a["own"]) / per_iteration(b["own"]) for a, b in pairs],
-            "updates": updates[name] / updates[WHOLE],
-            "updates_predicted": said["updates"],
+            "predicted": expected,
+            "off": expected / ratio - 1,
+            "each": each,
+            "updates": statistics.median(updates_take(a) / updates_take(b) for a, b in pairs),
+            "updates_predicted": statistics.median(one["updates"] for one in said),
         }
     return made
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import pytest
 from continuous import WARMUP
-from flowing import least, per_iteration
+from flowing import per_iteration, updates_take
 
 
-def test_each_action_counts_with_the_turn_in_which_it_took_least():
-    turns = [
-        {"spent": [["a", 0, 1.0], ["b", 0, 3.0]], "length": [5]},
-        {"spent": [["a", 0, 2.0], ["b", 0, 2.5]], "length": [5]},
-    ]
-    found = least(turns)
-    assert [["a", 0, 1.0], ["b", 0, 2.5]] == found["spent"]
-    assert [5] == found["length"]
+def test_an_update_is_all_of_its_chunks():
+    after = [["actor.update[1/2]", WARMUP, 1.0], ["actor.update[2/2]", WARMUP, 2.5]]
+    spent = [["actor.update[1/2]", 0, 9.0], *after, ["actor.rollout[1/2]", WARMUP, 7.0]]
+    assert pytest.approx(3.5) == updates_take({"spent": spent})
 
 
 def test_an_iteration_is_of_those_after_the_first():
