@@ -31,9 +31,9 @@ def iterations(scene: Scene) -> int:
     return file.read_text().count("\n") if file.exists() else 0
 
 
-def begun(hosts: Hosts, *words: object) -> subprocess.Popen[str]:
+def begun(hosts: Hosts, *words: object, **environment: object) -> subprocess.Popen[str]:
     """A run that has a checkpoint, on the hosts."""
-    started = hosts.run(*words)
+    started = hosts.run(*words, **environment)
     hosts.scene.wait_for(lambda: iterations(hosts.scene) >= 5, started, 180)
     return started
 
@@ -205,6 +205,25 @@ def new_head(scene: Scene) -> None:
     scene.continues(*APART, like=APART)
 
 
+def same_head(scene: Scene) -> None:
+    """The head's GCS is killed and is back after 5 s with what it kept on disk: the same bits."""
+    hosts = Hosts(scene)
+    kept = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(scene.folder / "kept")}
+    hosts.ray(0, **kept)
+    hosts.ray(1)
+    started = begun(hosts, RAY_gcs_rpc_server_reconnect_timeout_s=int(60 * SLOWER))
+    mine = scene.processes()
+    (gcs,) = [pid for pid in hosts.running(0) if "/gcs/gcs_server" in mine[pid]]
+    words = Path(f"/proc/{gcs}/cmdline").read_text().split("\0")[:-1]
+    os.kill(gcs, signal.SIGKILL)
+    scene.fired += 1
+    time.sleep(5)
+    assert started.poll() is None, started.communicate()[1][-3000:]
+    hosts.on(0, *words, **kept)
+    well(hosts, scene.ended(started, 240))
+    hosts.end()
+
+
 def host_rows() -> Iterator[Row]:
     """All rows of this file."""
     made: tuple[tuple[str, str, Expectation, Callable[[Scene], None]], ...] = (
@@ -214,6 +233,7 @@ def host_rows() -> Iterator[Row]:
         ("K11 cut 60", "a host is cut off for 60 s", "error", partial(cut_off, 60)),
         ("K11 slow", "20 ms and 20 megabits a second between hosts", "goes on", slow),
         ("K11 new head", "the head's GCS is killed, another is there", "error", new_head),
+        ("K11 same head", "the head's GCS is killed, with its store on disk", "goes on", same_head),
         ("K16 hosts", "the clock of a host is a day ahead of the other's", "goes on", ahead),
         ("N6 store", "the object store of a host is full", "goes on", full),
     )

@@ -70,15 +70,19 @@ class Hosts:
         made = [*self._enter, HERE / "on_node.sh", node, *words]
         return self.scene.started(made, **keys, **environment)
 
-    def ray(self, node: int, *before: str, store: int = STORE) -> None:
-        """Start a node of Ray on a host, the head on the first; `before` stands before it."""
+    def ray(self, node: int, *before: str, store: int = STORE, **environment: Any) -> None:
+        """Start a node of Ray on a host, the head on the first; `before` stands before it.
+
+        One with variables of its own lives on where a part of it ends, others end whole.
+        """
         way = [f"--address={HEAD}"]
         if node == 0:
             way = ["--head", "--port=6379", "--include-dashboard=false"]
             way.append(f"--temp-dir={self.scene.folder / f'r{len(self.nodes)}'}")
         sizes = ["--num-cpus=1", "--num-gpus=0", f"--object-store-memory={store}"]
-        own = [f"--node-ip-address=10.77.0.{node + 1}", "--disable-usage-stats", "--block"]
-        self.nodes[node] = self.on(node, *before, RAY, "start", *way, *sizes, *own)
+        own = [f"--node-ip-address=10.77.0.{node + 1}", "--disable-usage-stats"]
+        own += [] if environment else ["--block"]
+        self.nodes[node] = self.on(node, *before, RAY, "start", *way, *sizes, *own, **environment)
 
     def cluster(self, *before: str, store: int = STORE) -> None:
         """Start Ray on both; `before` stands before the command of the second."""

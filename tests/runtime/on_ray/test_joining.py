@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from rlflow.errors import RunError, UsageError
+from rlflow.runtime.ray.cluster import session
 from rlflow.runtime.ray.cluster.joining import host_and_port, listens, require_head
 
 HTTP = b"HTTP/1.1 400 Bad Request\r\n\r\n"
@@ -108,3 +109,19 @@ def test_what_speaks_http2_may_be_a_head_node():
         require_head(address, 5.0)
 
         assert listens(address, 5.0)
+
+
+def test_a_head_that_was_said_to_come_back_is_waited_for_so_long(nobody, monkeypatch):
+    monkeypatch.setattr(session, "PROBES", 1)
+    assert "nothing answers" in session.Session(nobody)._gone()
+    monkeypatch.setenv(session.PATIENCE, "60")
+    patient = session.Session(nobody)
+    clock = [100.0]
+    monkeypatch.setattr(session.time, "monotonic", lambda: clock[0])
+    assert "" == patient._gone()
+    clock[0] = 159.0
+    assert "" == patient._gone()
+    clock[0] = 161.0
+    assert "nothing answers" in patient._gone()
+    patient._away.back()
+    assert "" == patient._gone()

@@ -8,6 +8,7 @@ process. This file knows nodes and their resources, no plan and no actors.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import signal
 import tempfile
@@ -36,7 +37,9 @@ ASK_SECONDS = 10.0
 CLOSE_SECONDS = 15.0
 PROBES = 3
 # Ray ends a driver that has not reached the head node for so long; we say what happened first.
-PATIENT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
+# Who has set it has a head that keeps what it knows on disk, and comes back: it is waited for.
+PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
+LONGEST_AWAY = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,7 @@ class Session:
         self.directory = None if address is not None else _directory()
         self._reaper = None if self.directory is None else Reaper(self.id, self.directory)
         self._settings = contextlib.ExitStack()
+        self._away = Away(_patience())
         self._keeper: Keeper | None = None
         self._closed = False
 
@@ -122,7 +126,7 @@ class Session:
 
     def _begin(self, cpus: int, gpus: int, seconds: float) -> None:
         """Connect in a thread of its own, and wait for that."""
-        settings, marks = dict(PATIENT), {}
+        settings, marks = {PATIENCE: f"{max(LONGEST_AWAY, 2 * self._away.patience):.0f}"}, {}
         if self.directory is not None:
             directory = self.directory
             settings |= clusters.key_variables()
@@ -152,9 +156,29 @@ class Session:
             return _dead_parts()
         for attempt in range(PROBES):
             if listens(self.address, ASK_SECONDS / PROBES):
+                self._away.back()
                 return ""
             time.sleep(0.5 * (attempt < PROBES - 1))
+        if self._away.may_return(time.monotonic()):
+            return ""
         return f"nothing answers at {self.address} any more"
+
+
+class Away:
+    """Since when a head node does not answer, and whether one that is away so long may return."""
+
+    def __init__(self, patience: float) -> None:
+        self.patience = patience
+        self._since: float | None = None
+
+    def back(self) -> None:
+        """It answers."""
+        self._since = None
+
+    def may_return(self, now: float) -> bool:
+        """It does not answer, now; False where it has not for as long as it is waited for."""
+        self._since = now if self._since is None else self._since
+        return now - self._since < self.patience
 
 
 class Keeper(threading.Thread):
@@ -196,6 +220,12 @@ class Keeper(threading.Thread):
             self._closing.wait()
         with contextlib.suppress(Exception):
             ray.shutdown()
+
+
+def _patience() -> float:
+    """Seconds that a head node may be away by the environment; 0 where nothing is said."""
+    said = os.environ.get(PATIENCE, "")
+    return float(said) if said.isdigit() else 0.0
 
 
 def _directory() -> Path:
