@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import hypothesis.strategies as st
 import pytest
@@ -16,6 +18,9 @@ from rlflow.graph.pipeline import validation_findings
 from rlflow.scheduler.compile import compile_plan, dump_plan
 from rlflow.scheduler.devices.cluster import KINDS, Cluster
 from rlflow.scheduler.plan.saved import read_plan
+from rlflow.scheduler.search.candidates import Moves
+from rlflow.scheduler.search.search import Search
+from rlflow.scheduler.search.space import placed_uses
 from tests.scheduler.test_virtual_stages import note, planned, update
 
 SPLIT = {"schedule": "zero-bubble", "pp": 4, "tp": 2, "micro": 4096}
@@ -92,6 +97,29 @@ def test_what_halves_keep_is_there_and_costs_no_time(ranks, apart, again, micro)
     assert kept >= dict(before.holds)["activations"]
     layers = split.trained_instance("actor").stages[-1]
     assert kept > (pp - 1) * layers * micro * 8 * (2 * 2048 + 3 * 768) * 2 / tp
+
+
+def test_tune_tries_halves_of_what_has_stages() -> None:
+    graph, cluster = planned(**SPLIT).graph, Cluster(kind=KINDS["h100"], count=8)
+    moves = SimpleNamespace(roles=placed_uses(graph), staleness=0)
+    search = Search(
+        graph=graph,
+        moves=cast("Moves", moves),
+        compiler=lambda where, name, _: compile_plan(graph, where, cluster, name=name).plan,
+        budget=0,
+        top=1,
+    )
+    train = rf.on("all", pp=4, tp=2, micro=4096)
+    assign = {"*": train, "actor.rollout": rf.on("all", tp=2)}
+    for where in (assign, {"*": rf.on("all")}):
+        search.compile_written({"staged": rf.Placement(pools={"all": 8}, assign=where)}, 8)
+    before = search.compiled
+    search.compile_staged()
+
+    assert 3 == search.compiled - before
+    tried = [rf.Placement.model_validate_json(text) for text, _ in search.seen]
+    said = [on for where in tried for on in where.assign.values() if on.schedule is not None]
+    assert [train.model_copy(update={"schedule": "zero-bubble"})] == said
 
 
 def test_a_plan_with_halves_is_read_back(tmp_path: Path) -> None:

@@ -26,8 +26,12 @@ CLIMBED = 3
 HELPED = 4
 """How many placements whose rollouts are apart get help of devices that train."""
 """As many as show what iterations that differ come to."""
-VIRTUAL_STAGES = (2, 4)
-"""Stages of a rank that are tried where it has one of several."""
+WAITING_LESS: tuple[Mapping[str, object], ...] = (
+    {"virtual": 2},
+    {"virtual": 4},
+    {"schedule": "zero-bubble"},
+)
+"""What is tried where a rank has one of several stages, and waits for others."""
 PLAN_COST = 0.5
 CHUNK_COST = 0.5
 AUTO_CHUNKS = 15
@@ -153,15 +157,18 @@ class Search:
             for placement in with_ngrams(self.graph, tried.placement):
                 self._compile(placement, quiet=True, below=tried.period * WORTH)
 
-    def compile_virtual(self) -> None:
-        """Give ranks of the best placements with stages several of them each.
+    def compile_staged(self) -> None:
+        """Have ranks of the best placements with stages wait less for each other.
 
-        Nothing is said of what cannot have them.
+        By several stages on each, or where they train by backwards in two halves. Nothing is said
+        of what cannot have them.
         """
+        untrained = {role.key for role in self.moves.roles if not role.trained}
         for tried in self.ranked()[:CLIMBED]:
-            for virtual in VIRTUAL_STAGES:
+            for said in WAITING_LESS:
+                left = untrained if "schedule" in said else ()
                 assign = {
-                    key: on.model_copy(update={"virtual": virtual}) if on.pp else on
+                    key: on.model_copy(update=said) if on.pp and key not in left else on
                     for key, on in tried.placement.assign.items()
                 }
                 if assign != tried.placement.assign:

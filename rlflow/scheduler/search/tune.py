@@ -150,7 +150,7 @@ def search_placements(
     search.compile_usual()
     search.compile_promising()
     search.climb()
-    search.compile_virtual()
+    search.compile_staged()
     search.compile_helped()
     search.compile_continuous()
     search.compile_drafting()
