@@ -14,13 +14,18 @@ from rlflow.scheduler.costs.ranks.pipeline import bubble, through_stages
 
 
 def played(
-    orders: list[list[StageTurn]], virtual: int, back: float = 1.0
+    orders: list[list[StageTurn]],
+    virtual: int,
+    back: float = 1.0,
+    own: int | None = None,
+    fill: float = 1.0,
 ) -> tuple[float, list[int]]:
     """When the last rank is done, and the most passes that each has under way.
 
-    A forward takes one second, its backward `back`. Sends wait for nothing and come in their order,
-    one queue for each pair of ranks and way; a rank waits for what its turn begins with. What comes
-    first is to be what the turn is for.
+    A forward takes one second, its backward `back`, and of micro-batches beyond its `own` ones such
+    a part of it as a `fill` takes. Sends wait for nothing and come in their order, one queue for
+    each pair of ranks and way; a rank waits for what its turn begins with. What comes first is to
+    be what the turn is for.
     """
     count = len(orders)
     queues: dict[tuple[int, int, bool, bool], deque[tuple[int, int, float]]] = defaultdict(deque)
@@ -48,7 +53,8 @@ def played(
             else:
                 open_[rank].add((turn.micro, turn.turn))
             most[rank] = max(most[rank], len(open_[rank]))
-            clocks[rank] = ready + (back if turn.back else 1.0)
+            share = 1.0 if own is None or turn.micro < own else fill
+            clocks[rank] = ready + share * (back if turn.back else 1.0)
             target = stage - 1 if turn.back else stage + 1
             if 0 <= target <= last:
                 queue = queues[rank, target % count, turn.back, target // count != turn.turn]
@@ -99,6 +105,26 @@ def test_plans_count_the_bubble_that_the_turns_have(count, virtual, rounds):
     assert whole / work == pytest.approx(1 + waits)
     ahead = [min(passes, under_way(place, count, virtual)) * virtual for place in range(count)]
     assert [min(found, passes * virtual) for found in most] == pytest.approx(ahead)
+
+
+@given(
+    st.integers(2, 8),
+    st.sampled_from([2, 4]),
+    st.integers(1, 25),
+    st.sampled_from([1.0, 2.0, 3.0]),
+    st.sampled_from([0.0, 0.1, 0.25, 1.0]),
+)
+def test_plans_count_what_fills_up_the_last_round(count, virtual, own, back, fill):
+    """What they wait for exactly, of two stages or one round; else a tenth of a pass for each."""
+    passes = -(-own // count) * count
+    orders = [list(turns(passes, place, count, virtual)) for place in range(count)]
+    whole, _ = played(orders, virtual, back, own, fill)
+    one = (1 + back) * virtual
+    how = {"times": 1 + back, "fill": fill * one}
+    found = through_stages([one * own] * count, own, 0.0, virtual, **how)
+    exact = fill == 1 or (fill == 0 and (virtual == 2 or own <= count))
+    near = 0.0 if exact else 0.1
+    assert abs(found - whole) <= near * one * (passes - own) + 1e-9
 
 
 def test_one_stage_on_each_rank_begins_a_backward_as_soon_as_it_can():

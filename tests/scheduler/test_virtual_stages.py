@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,21 @@ def test_ranks_wait_for_less_hold_more_and_send_more() -> None:
     assert held[1] / held[0] == pytest.approx(max(6 * 5.5, 8 * 4.5) / max(6 * 4, 8 * 3), rel=0.01)
     assert "x virtual=2 stages" in note(two)
     assert "up to 5.5 under way" in note(two)
+
+
+def test_what_fills_up_a_round_is_told_and_counted() -> None:
+    """65 micro-batches are three short of 17 rounds of four ranks; 68 smaller ones are as many."""
+    found = {}
+    for micro, passes, empty in (
+        (4096, 65, ", and 3 of a single token"),
+        (3900, 68, ", the first"),
+    ):
+        one, two = (planned(pp=4, tp=2, micro=micro, virtual=v) for v in (1, 2))
+        assert re.search(rf"update passes {passes} micro-batches.* for others{empty}", note(two))
+        assert "single token" not in note(one)
+        found[micro] = [update(plan).cost.seconds or 0 for plan in (one, two)]
+    assert found[3900][0] > found[4096][0]
+    assert found[3900][1] < found[4096][1]
 
 
 def test_a_plan_with_several_is_read_back(tmp_path: Path) -> None:

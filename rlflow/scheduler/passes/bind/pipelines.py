@@ -14,7 +14,7 @@ from rlflow.graph.placement import On, Schedule
 from rlflow.modelfiles.layouts.stages import splitting_finding, under_way
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.costs.microbatches import row_parts
-from rlflow.scheduler.costs.ranks.pipeline import bubble, hop_bytes, late, of_stages
+from rlflow.scheduler.costs.ranks.pipeline import bubble, hop_bytes, late, of_stages, round_fills
 from rlflow.scheduler.devices.cluster import amount
 from rlflow.scheduler.models.flops import TRAINED_FORWARDS
 from rlflow.scheduler.plan.engine_plan import EnginePlan
@@ -93,13 +93,15 @@ def _passing(node: Node, instance: Instance, costs: Costs) -> str:
         costs.load(node, row_parts(node, instance)),
     )
     passes = roof.passes(load)
-    each, filled = of_stages(roof, lambda stage: stage.forward(load)), None
+    times = TRAINED_FORWARDS if node.op.use == "train" else 1
+    each, filled = of_stages(roof, lambda stage: times * stage.forward(load)), None
     if roof.splits and node.op.use == "train":
-        each = [TRAINED_FORWARDS * one for one in each]
         filled = of_stages(roof, lambda stage: late(stage, load))
-    waits = bubble(each, passes, instance.virtual, filled)
+    waits = bubble(each, passes, instance.virtual, filled, times=times)
     sent = hop_bytes(roof, roof.ending(load)[0]) * instance.virtual
     told = f"{node.name} passes {passes} micro-batches, of which stages wait {waits:.0%} for others"
+    if empty := round_fills(passes, instance.pp, instance.virtual):
+        told += f", and {empty} of a single token, which fill up a round"
     if node.op.use != "train":
         return f"{told} and a rank sends {amount(int(sent))} on"
     ahead = min(passes, under_way(0, instance.pp, instance.virtual))
