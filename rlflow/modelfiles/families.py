@@ -86,6 +86,7 @@ PARTED, PARTED_MIXED = (replace(each, parted=True) for each in (HYBRID, HYBRID_M
 STATE = Family(attention="state", cut=False, layers="linear_attention", counted=False)
 SEEING = replace(WHOLE, staged=False, counted=False)
 CUT_SEEING = replace(SEEING, cut=True, staged=True)
+FUSED_APART: Any = {"experts": "fused", "dispatched": True}
 OWN = Family(attention="own", cut=False, counted=False)
 ENCODER = Family(attention="encoder", cut=False, counted=False)
 NONE = Family(attention="none", cut=False, counted=False)
@@ -116,8 +117,7 @@ FAMILIES: dict[str, Family] = {
     **_each("gpt_neox", replace(DENSE, gated=False, shifts=True, biases="all")),
     **_each("phi", replace(DENSE, gated=False, shifts=True, biases="all", norms=1, counted=False)),
     # Dense, whole or by `fsdp`.
-    **_each("phi3", WHOLE),
-    **_each("olmo2 olmo3", replace(WHOLE, head_norms="wide")),
+    **_each("phi3", WHOLE), **_each("olmo2 olmo3", replace(WHOLE, head_norms="wide")),
     **_each("stablelm", replace(WHOLE, shifts=True)),
     **_each("glm", replace(WHOLE, biases="asked")),
     **_each("glm4", replace(WHOLE, biases="asked", norms=4)),
@@ -133,6 +133,7 @@ FAMILIES: dict[str, Family] = {
     # Models that see.
     **_each("qwen2_5_vl", replace(CUT_SEEING, sees="grid", biases="qkv")),
     **_each("qwen3_vl", replace(CUT_SEEING, sees="grid", head_norms="each")),
+    **_each("qwen3_vl_moe", replace(CUT_SEEING, sees="grid", head_norms="each", **FUSED_APART)),
     **_each("mistral3", replace(CUT_SEEING, sees="rows")),
     **_each("internvl", replace(CUT_SEEING, sees="tiles")),
     **_each("gemma3", replace(CUT_SEEING, sees="soft", tied=True, norms=4, head_norms="each")),
@@ -142,11 +143,10 @@ FAMILIES: dict[str, Family] = {
     **_each("mixtral", replace(MIXED, cut=True)),
     **_each("qwen2_moe", replace(MIXED, cut=True, biases="qkv")),
     **_each("qwen3_moe", replace(MIXED, cut=True, head_norms="each")),
-    **_each("granitemoe solar_open", MIXED),
+    **_each("granitemoe solar_open", MIXED), **_each("aria_text", UNSENT),
     **_each("olmoe flex_olmo", replace(MIXED, head_norms="wide")),
     **_each("phimoe", replace(MIXED, shifts=True)),
     **_each("ernie4_5_moe", replace(MIXED, tied=True, counted=False)),
-    **_each("aria_text", UNSENT),
     **_each("mellum", replace(MIXED, head_norms="each")),
     **_each("minimax_m2", replace(MIXED, head_norms="wide")),
     **_each("glm4_moe", replace(MIXED, biases="asked")),

@@ -50,6 +50,7 @@ is trained on text as any other.
 |---|---|---|---|
 | Qwen2.5-VL | a grid, by time, height and width | whole, by `fsdp tp cp pp` | patches of 14^2 |
 | Qwen3-VL | the same, which several layers of text see | whole, by `fsdp tp cp pp` | any `tp=` |
+| Qwen3-VL-MoE | the same | whole, by `fsdp ep tp cp pp` | E554 |
 | Mistral 3 | rows, with a token at the end of each | whole, by `fsdp tp cp pp` | any `tp=` |
 | InternVL | tiles of one size | whole, by `fsdp tp cp pp` | of Qwen2 and Qwen3, any `tp=` |
 | Gemma 3 | as many tokens whatever its size, seen both ways | whole, by `fsdp tp cp pp` | E554 |

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-GRIDS = ("qwen2_5_vl", "qwen3_vl")
+GRIDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 PATCH = 4
 KINDS = ("qwen2_5_vl", "qwen3_vl", "gemma3", "internvl", "mistral3")
 SPECIAL = (
@@ -55,6 +55,7 @@ SQUARE = {
 PROCESSORS = {
     "qwen2_5_vl": "Qwen2VLImageProcessor",
     "qwen3_vl": "Qwen2VLImageProcessor",
+    "qwen3_vl_moe": "Qwen2VLImageProcessor",
     "gemma3": "Gemma3ImageProcessor",
     "internvl": "GotOcr2ImageProcessor",
     "mistral3": "PixtralImageProcessor",
@@ -83,10 +84,12 @@ def seeing_config(kind, patch=PATCH, layers=2):
         seen = {"window_size": 4 * patch, "fullatt_block_indexes": [1]}
         vision = GRID | {"depth": 2, "patch_size": patch, **seen}
         text["rope_parameters"], more = turned, {"image_token_id": PART, **ends}
-    elif kind == "qwen3_vl":
+    elif kind in ("qwen3_vl", "qwen3_vl_moe"):
         seen = {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
         vision = GRID | {"depth": 3, "patch_size": patch, **seen}
         text |= {"rope_parameters": turned | {"mrope_interleaved": True}, "head_dim": 8}
+        if kind == "qwen3_vl_moe":
+            text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
         more = {"image_token_id": PART, **ends}
     elif kind == "gemma3":
         vision = SQUARE

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -26,11 +27,13 @@ from rlflow.engines.hf.pictures.passes import forward_inputs, picture_tokens
 from rlflow.engines.hf.pictures.reader import picture_reader
 from rlflow.engines.hf.rollout import TorchRollout
 from rlflow.engines.hf.train import TrainEngine
+from rlflow.engines.hf.weights.in_files import FileNames
 from rlflow.errors import UsageError
 from rlflow.graph.fields import PICTURES, PIXELS
 from rlflow.graph.model import LoRA
 from rlflow.modelfiles.pictures.towers import TOWERS, is_tower, model_part
 from rlflow.ops.bodies.rows.pictures import joined_pictures
+from rlflow.runtime.record.shards import exporting
 from rlflow.scheduler.models.shapes import read_shape
 from tests.conftest import TINY
 from tests.engines import sharded_checks as checks
@@ -326,6 +329,48 @@ def test_pictures_are_seen_where_layers_and_tokens_are_shared(world, tmp_path):
     path = write_seeing(tmp_path, "qwen3_vl")
     options = {"micro_tokens": 40, "sequence": True}
     assert all(world(4).run(checks.with_pictures, path, (1, 2, 2, 1, 2), options))
+
+
+def turn_experts(path):
+    """Have the files hold experts as those that are published do."""
+    file = Path(path) / "model.safetensors"
+    held = load_file(file)
+    for name in [name for name in held if name.endswith(("gate_up_proj", "down_proj"))]:
+        if "experts" in name:
+            held[name] = held[name].transpose(-1, -2).contiguous()
+    save_file(held, file, {"format": "pt"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "how"),
+    [((1, 2, 1), {}), ((1, 2, 1, 2), {"uneven": True}), ((1, 1, 1), {"pp": 2}), ((1, 1, 2), {})],
+    ids=str,
+)
+def test_a_mixture_that_sees_computes_what_one_rank_does(shape, how, world, tmp_path):
+    """From files with experts as they are published, and as transformers writes them."""
+    path = write_seeing(tmp_path, "qwen3_vl_moe", layers=3)
+    if shape != (1, 1, 1):
+        turn_experts(path)
+    options = {"micro_tokens": 40, **how}
+    assert all(world(2).run(checks.with_pictures, path, shape, options))
+
+
+@pytest.mark.slow
+def test_experts_that_are_turned_around_in_files_are_read_as_they_are(tmp_path):
+    """Where an export reads them of a model with adapters; engines are told none of their names."""
+    path = write_seeing(tmp_path, "qwen3_vl_moe", layers=3)
+    plain = load_file(tmp_path / "model.safetensors")
+    turn_experts(path)
+    lora = {"alpha": 1, "rank": 1}
+    spec = {"dtype": "float32", "head": "lm", "init": "pretrained", "lora": lora}
+    module = exporting._skeleton(path, spec)
+    _, parts = exporting._form(module)
+    read = exporting._reader(module, path, spec, {})
+    assert parts.keys() == plain.keys()
+    assert all(torch.equal(read(name, part), plain[name]) for name, part in parts.items())
+    with pytest.raises(UsageError, match="E591"):
+        FileNames.of(module, path)
 
 
 def test_adapters_are_on_the_language_model_alone(tmp_path):

@@ -17,6 +17,7 @@ from rlflow.scheduler.devices.cluster import cpu_cluster
 from tests.conftest import PIPELINES, TINY
 from tests.engines import sharded_states as states
 from tests.engines.examples import Spec
+from tests.engines.seeing import write_seeing
 
 pytestmark = pytest.mark.torch
 
@@ -130,6 +131,16 @@ def test_a_rank_holds_frozen_parts_as_planned(shape: Any, world: Any) -> None:
     low = torch.bfloat16
     found = world(2).run(states.bytes_held, SEEING, shape, low, None, ("vision",))
     expected = planned(low, shape, path=SEEING, freeze="vision")
+    assert (expected.weights, expected.state) == found[0]
+
+
+@pytest.mark.slow
+@pytest.mark.rows(3)
+def test_a_rank_holds_a_mixture_that_sees_as_planned(world: Any, tmp_path: Any) -> None:
+    shape = (1, 2, 1)
+    path = write_seeing(tmp_path, "qwen3_vl_moe", layers=3)
+    found = world(2).run(states.bytes_held, path, shape, torch.float32)
+    expected = planned(torch.float32, shape, path=path)
     assert (expected.weights, expected.state) == found[0]
 
 

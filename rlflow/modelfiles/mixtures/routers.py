@@ -32,7 +32,7 @@ CORRECTED = replace(SIGMOID, bias="e_score_correction_bias")
 
 _SOFTMAX = """mixtral qwen2_moe qwen3_moe granitemoe granitemoeshared granitemoe_swa olmoe flex_olmo
  aria_text mellum hunyuan_v1_moe gpt_oss cohere2_moe deepseek_v2 qwen3_next qwen3_5_moe
- qwen3_5_moe_text granitemoehybrid"""
+ qwen3_5_moe_text qwen3_vl_moe_text granitemoehybrid"""
 _CORRECTED = """glm4_moe dots1 exaone_moe solar_open mimo_v2_flash laguna minimax_m2 hy_v3
  minimax_m3_vl_text kolibri1 glm4_moe_lite deepseek_v3 kimi_linear"""
 

@@ -143,7 +143,7 @@ def unshared_sight(path: str, layout: str) -> Finding:
         code="E554",
         what=f"model {path!r} is given pictures, and its layout or engine brings none",
         got=layout,
-        expected="the engine in the worker, with whole experts (fsdp=, tp=, cp=, pp=); or SGLang, "
+        expected="the engine in the worker, in any layout (fsdp=, ep=, tp=, cp=, pp=); or SGLang, "
         "of Qwen3-VL, Qwen2.5-VL, Mistral 3 and InternVL as they are published",
         fix="rf.on(..., fsdp=...)",
     )

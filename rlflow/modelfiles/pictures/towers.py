@@ -64,6 +64,7 @@ def parts_described(config: Mapping[str, Any]) -> dict[Part, int]:
     counts: Mapping[str, Callable[[Mapping[str, Any], int], tuple[int, int]]] = {
         "qwen2_5_vl": _qwen2_5,
         "qwen3_vl": _qwen3,
+        "qwen3_vl_moe": _qwen3,
         "gemma3": _siglip,
         "internvl": _internvl,
         "mistral3": _pixtral,

@@ -22,6 +22,7 @@ from rlflow.modelfiles.pictures.towers import Part
 KEPT: Mapping[str, tuple[int, int, bool]] = {
     "qwen2_5_vl": (11, 3, True),
     "qwen3_vl": (11, 2, False),
+    "qwen3_vl_moe": (11, 2, False),
     "gemma3": (8, 2, False),
     "internvl": (10, 2, False),
     "mistral3": (8, 3, True),

@@ -59,8 +59,11 @@ LATENT = {
     "layers.*.self_attn.kv_b_proj": "colwise",
     "layers.*.self_attn.o_proj": "rowwise",
 }
+NORMED = ("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm")
+HEAD_NORMS = dict.fromkeys(NORMED, "replicated_with_grad_allreduce")
 # What the plan of a family leaves out.
 BESIDE = {
+    "qwen3_vl_moe_text": HEAD_NORMS,
     "qwen2_moe": SHARED_EXPERT,
     "deepseek_v3": LATENT,
     "axk1": LATENT,
@@ -73,8 +76,7 @@ FAMILY_PLAN = {
     "layers.*.self_attn.q_proj": "colwise",
     "layers.*.self_attn.k_proj": "colwise",
     "layers.*.self_attn.v_proj": "colwise",
-    "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
-    "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
+    **HEAD_NORMS,
     "layers.*.self_attn.o_proj": "rowwise",
     "layers.*.mlp.gate_proj": "colwise",
     "layers.*.mlp.up_proj": "colwise",

@@ -18,10 +18,11 @@ from rlflow.contract.values import Shard
 from rlflow.engines.hf.flat import whole_shards
 from rlflow.engines.hf.heads import stored_names
 from rlflow.engines.hf.lora import ADDED_HEAD, DOWN, initial_down, is_adapter
-from rlflow.engines.hf.weights.names import names_in_file, stored_buffers, tied_names
+from rlflow.engines.hf.weights.names import may_be_turned, names_in_file, stored_buffers, tied_names
 from rlflow.engines.hf.weights.parts import StoredPart, parts_in_files
 from rlflow.engines.hf.weights.random_weights import drawn_parameters
 from rlflow.errors import Finding, UsageError, known_names
+from rlflow.modelfiles.headers import read_header
 from rlflow.modelfiles.host_memory import LOADING_PIECE
 
 # By parameter, the tensors of files that it is made of: parts of it, or it itself.
@@ -67,7 +68,24 @@ def fill_pretrained(
         for key, part in its.items()
         if (piece := shards[name] if part is None else part.within(shards[name])) is not None
     }
+    turned = {key for name, its in places.items() if may_be_turned(name, module) for key in its}
+    pieces = {
+        key: _as_stored(piece, stored[key], key) if key in turned else piece
+        for key, piece in pieces.items()
+    }
     fill_from_safetensors(pieces, {key: stored[key] for key in pieces}, dtype=dtype)
+
+
+def _as_stored(shard: Shard, file: Path, key: str) -> Shard:
+    """A shard as files hold its tensor: turned around, where that has another shape there."""
+    if read_header(file)[key] == shard.shape:
+        return shard
+    (*front, rows, columns), (*before, high, wide) = shard.shape, shard.box
+    return Shard(
+        shape=(*front, columns, rows),
+        box=(*before, wide, high),
+        tensor=shard.tensor.transpose(-1, -2),
+    )
 
 
 def _unfilled(path: str, places: Places, stored: Collection[str], lost: list[str]) -> Finding:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlflow.engines.hf.weights.names import may_be_turned
 from rlflow.engines.hf.weights.parts import StoredPart, parts_in_files
 from rlflow.engines.reshard.bucket_layout import scale_name
 from rlflow.errors import Finding, UsageError
@@ -41,7 +42,7 @@ class FileNames:
         Raises UsageError (E591) where files hold what is made of its weights otherwise.
         """
         parts = parts_in_files(module)
-        if parts is None:
+        if parts is None or any(may_be_turned(part.own, module) for part in parts.values()):
             raise UsageError(_made_otherwise(path))
         return cls(parts)
 

@@ -11,6 +11,16 @@ VOCABULARY = {"lm_head.weight": "embed_out.weight"}
 # What a model that sees calls its language model; in Qwen2.5-VL's files that is the body itself.
 LANGUAGE = "language_model."
 
+# Stacks of experts that published files hold with their last two dimensions turned around, where
+# transformers itself writes them as a module has them.
+TURNED = {"qwen3_vl_moe": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")}
+
+
+def may_be_turned(name: str, module: Any) -> bool:
+    """Whether files may hold a parameter of a module with its last two dimensions turned around."""
+    inner = getattr(module, "body", module)
+    return name.endswith(TURNED.get(str(inner.config.model_type), ()))
+
 
 def tied_names(module: nn.Module) -> dict[str, list[str]]:
     """All names of each parameter, by its first."""

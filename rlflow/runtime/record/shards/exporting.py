@@ -20,7 +20,7 @@ from rlflow.engines.hf.heads import find_stored_head, stored_names
 from rlflow.engines.hf.loading import quiet_transformers
 from rlflow.engines.hf.lora import DOWN, UP
 from rlflow.engines.hf.models import ValueModel
-from rlflow.engines.hf.weights.names import names_in_file, stored_buffers, tied_names
+from rlflow.engines.hf.weights.names import may_be_turned, names_in_file, stored_buffers, tied_names
 from rlflow.engines.hf.weights.parts import StoredPart, parts_in_files, whole_part
 from rlflow.engines.hf.weights.skeletons import auto, skeleton
 from rlflow.engines.hf.writing import WrittenForm, files_of, valued_form
@@ -129,7 +129,11 @@ def _reader(
         whole = next((key for key in names_in_file(own, inner) if key in files), None)
         key = whole or next(key for key in names_in_file([name], inner) if key in files)
         with safe_open(files[key], framework="pt") as opened:
-            found: Tensor = opened.get_slice(key)[part.slices if whole else ...]
+            lies = opened.get_slice(key)
+            if may_be_turned(part.own, module) and tuple(lies.get_shape()) != part.shape:
+                found: Tensor = lies[...].transpose(-1, -2)
+            else:
+                found = lies[part.slices if whole else ...]
         return found.reshape(part.shape).to(held[part.own].dtype)
 
     def read(name: str, part: StoredPart) -> Tensor:

@@ -31,11 +31,8 @@ def _unseen(instance: Instance, model: Model, shape: Shape, nodes: Sequence[Node
     if shape.sight is None:
         return [replace(blind_finding(model.path, shape.kind), where=model.where)]
     engine = instance.engine_plan
-    if engine.own_process:
-        seen = seen_in(engine.name, shape.kind, shape.sight) and instance.ep == 1
-    else:
-        seen = instance.ep == 1
-    if seen:
+    own = engine.own_process
+    if not own or (seen_in(engine.name, shape.kind, shape.sight) and instance.ep == 1):
         return []
     found = unshared_sight(model.path, f"{shape.kind}, {instance.layout()}")
     return [replace(found, where=model.where)]
