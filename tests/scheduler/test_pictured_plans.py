@@ -15,8 +15,11 @@ from rlflow import ops
 from rlflow.errors import PlanError
 from rlflow.modelfiles.pictures.sights import seen_in, sight_in
 from rlflow.scheduler.compile import compile_plan
-from rlflow.scheduler.devices.cluster import cpu_cluster, parse_cluster
-from rlflow.scheduler.models.prompts import NOT_LOADED, with_picture_tokens
+from rlflow.scheduler.costs.lengths import Load, full_lengths
+from rlflow.scheduler.costs.ranks.rank_memory import SEEN
+from rlflow.scheduler.costs.roofline import Roofline
+from rlflow.scheduler.devices.cluster import KINDS, cpu_cluster, parse_cluster
+from rlflow.scheduler.models.prompts import NOT_LOADED, PictureTokens, with_picture_tokens
 from rlflow.scheduler.models.shapes import read_shape
 from rlflow.scheduler.plan.plan import Plan
 from rlflow.scheduler.verify.verify import verify
@@ -267,3 +270,15 @@ def test_the_first_stage_has_the_layers_that_a_tower_adds_to(
         return
     with pytest.raises(PlanError, match=r"(?s)E531.*3 in the first.*pp=3\)"):
         seeing(path, pp=pp)
+
+
+def test_each_micro_batch_under_way_has_left_its_pictures() -> None:
+    """Of a pipeline's first stage, whose backwards come when the last stage has begun."""
+    seen = PictureTokens(count=1, mean=16, squares=256, longest=16, how="")
+    load = Load(rows=8, prompts=8, prompt=32, lengths=full_lengths(16), pictures=seen)
+    roof = Roofline(kind=KINDS["h100"], shape=read_shape(SHAPES), size=2, micro_tokens=64)
+    one, two = (
+        dict(replace(roof, in_flight=count).pass_holds(load, train=True, recompute=False))[SEEN]
+        for count in (1, 2)
+    )
+    assert two == 2 * one > 0

@@ -274,7 +274,8 @@ class RankMemory:
             count = max(1, math.ceil(load.most_tokens / tokens))
             begun, behind = min(self.in_flight, count), min(self.behind, count - 1)
             found = self._update_holds(tokens, logits, recompute, begun, behind)
-            return _largest_first(*found, (SEEN, left_bytes(self.shape, self.size, load, tokens)))
+            seen = left_bytes(self.shape, self.size, load, tokens)
+            return _largest_first(*found, (SEEN, int(begun * seen)))
         activations = self._passing(load, tokens)
         whole = self.held_whole()
         if self.in_chunks:  # Layers are done before the head begins.
