@@ -28,6 +28,7 @@ class Config(rf.Config):
     lr: float = 1e-6
     model: str = "pipelines/assets/arith-tiny"
     first_groups: int | None = None
+    balance: int | None = None
 
 
 def length_of(uniform: float) -> int:
@@ -73,14 +74,15 @@ class Judge:
         return arm, (Judge, self.__dict__)
 
 
-def apart(**options: Any) -> rf.Placement:
+def apart(gen: int = 1, **options: Any) -> rf.Placement:
     assign = {"*": rf.on("train"), "actor.rollout": rf.on("gen")}
-    return rf.Placement(pools={"train": 1, "gen": 1}, assign=assign, **options)
+    return rf.Placement(pools={"train": 1, "gen": gen}, assign=assign, **options)
 
 
 @rf.pipeline(
     placements={
         "split": apart(),
+        "replicas": apart(gen=2),
         "stream2": apart(stream=2),
         "stream4": apart(stream=4),
         "stream8": apart(stream=8),
@@ -95,7 +97,8 @@ def tails(cfg: Config) -> None:
     actor = rf.Model("actor", cfg.model, optimizer=rf.AdamW(lr=cfg.lr), init="random")
     prompts = ops.prompts(rf.data.arithmetic(digits=2), batch=cfg.prompts_per_iteration)
     sampling = {"n": cfg.group_size, "max_new_tokens": LONGEST}
-    samples = ops.rollout(actor, prompts, first_groups=cfg.first_groups, **sampling)
+    chosen = {"first_groups": cfg.first_groups, "balance": cfg.balance}
+    samples = ops.rollout(actor, prompts, **chosen, **sampling)
     reward = ops.reward(judge, samples)
     adv = ops.advantage("grpo", samples, reward)
     ops.update(actor, samples, adv, loss=rf.PolicyLoss())

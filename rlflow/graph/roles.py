@@ -89,7 +89,8 @@ class SamplingOptions(Role):
 class Drafted(Role):
     """The model `by` proposes so many `tokens` at a time to its own.
 
-    It does where at most so many `rows` go on; None: however many do.
+    It does where at most so many `rows` go on; None: however many do. With "auto" the scheduler
+    chooses, and may say 0: it never does.
     """
 
     WORDS: ClassVar[Mapping[str, str]] = {
@@ -99,7 +100,12 @@ class Drafted(Role):
     }
     by: str
     tokens: int = 0
-    rows: int | None = None
+    rows: int | Literal["auto"] | None = None
+
+    @property
+    def most(self) -> int | None:
+        """The most rows that it drafts for; None for any number, or before one is chosen."""
+        return None if self.rows == "auto" else self.rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -143,7 +143,7 @@ def rollout(
     balance: int | None = None,
     drafter: Model | None = None,
     draft_tokens: int = 4,
-    draft_rows: int | None = None,
+    draft_rows: int | Literal["auto"] | None = None,
     routing: Literal["record"] | None = None,
     name: str | None = None,
 ) -> Handle:
@@ -271,12 +271,12 @@ def _sampling_checks(
     )
 
 
-def _draft_checks(rows: int | None, *, drafted: bool) -> tuple[tuple[bool, str, str], ...]:
+def _draft_checks(rows: Any, *, drafted: bool) -> tuple[tuple[bool, str, str], ...]:
     """What has to hold of the rows up to which a rollout drafts, for `_require`."""
     if rows is None:
         return ()
     return (
-        (rows >= 1, f"draft_rows={rows}", "draft_rows >= 1, or None: however many rows go on"),
+        (rows == "auto" or rows >= 1, f"draft_rows={rows}", 'draft_rows >= 1, "auto", or None'),
         (drafted, f"draft_rows={rows} and no drafter", "drafter=, the model that drafts"),
     )
 

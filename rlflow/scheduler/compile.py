@@ -38,6 +38,7 @@ from rlflow.scheduler.passes.bind.whole_layers import (
     whole_text,
 )
 from rlflow.scheduler.passes.continuous import continuous
+from rlflow.scheduler.passes.drafted import draft_few
 from rlflow.scheduler.passes.order import chain, order, timing
 from rlflow.scheduler.passes.oversample import oversample
 from rlflow.scheduler.passes.pause import pause
@@ -65,7 +66,7 @@ PASSES: tuple[tuple[str, Pass], ...] = (
     ("stamp", stamp),
     ("rewrite", rewrite),
     ("unroll", unroll),
-    ("bind", lambda plan, context: oversample(bind(plan, context), context)),
+    ("bind", lambda plan, context: draft_few(oversample(bind(plan, context), context), context)),
     ("stream", stream),
     ("weights", weights),
     ("transfer", transfer),

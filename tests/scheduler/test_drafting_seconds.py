@@ -17,10 +17,11 @@ import rlflow as rf
 from rlflow.cli.commands import with_shapes
 from rlflow.cli.main import cli
 from rlflow.graph.graph import Graph
+from rlflow.graph.roles import Drafted
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.costs.lengths import Load, ResponseLengths, stages
 from rlflow.scheduler.costs.ranks.draft_turns import BY_MODEL, BY_NGRAMS, DraftTurn, drafting_shape
-from rlflow.scheduler.costs.roofline import Roofline
+from rlflow.scheduler.costs.roofline import Roofline, Step
 from rlflow.scheduler.costs.rows.assumptions import seconds_rest_on
 from rlflow.scheduler.costs.serving import Serving
 from rlflow.scheduler.devices.cluster import Cluster
@@ -28,6 +29,7 @@ from rlflow.scheduler.devices.collectives import group_of
 from rlflow.scheduler.devices.efficiency import CACHE_READ, DRAWN_BYTES, RAMP
 from rlflow.scheduler.devices.hardware import KINDS
 from rlflow.scheduler.models.shapes import known_shape
+from rlflow.scheduler.passes.drafted import rows_that_gain
 from rlflow.scheduler.plan.plan import Plan
 from tests.budget import examples
 from tests.scheduler.examples import compiled_with
@@ -224,6 +226,42 @@ def test_a_plan_counts_drafts_of_few_rows_and_says_so() -> None:
         dict(plan.action("actor.rollout").cost.holds)["drafts"] for plan in (always, late, all_rows)
     ]
     assert held[0] == held[2] > held[1]
+
+
+@pytest.mark.parametrize(
+    ("small", "acceptance", "rows", "said"),
+    [
+        ("32b", 0.9, 0, "never drafts: "),
+        ("0.5b", 0.5, 15, "drafts where at most 15 rows go on in a process: "),
+        ("0.5b", 0.9, None, "drafts however many rows go on: "),
+    ],
+)
+def test_a_plan_chooses_up_to_how_many_rows_a_drafted_token_takes_less(
+    small: str, acceptance: float, rows: int | None, said: str, monkeypatch: Any
+) -> None:
+    """Passes of a drafter as large as the policy take what they save."""
+    monkeypatch.setitem(SIZES, "actor", "32b")
+    monkeypatch.setitem(SIZES, "drafter", small)
+    plan = planned(
+        drafted(temperature=1.0, rows="auto"), placed(engine="torch"), acceptance=acceptance
+    )
+    assert rows == plan.graph.node("actor.rollout").as_a(Drafted).rows
+    (note,) = (note.text for note in plan.notes if note.rule == "draft rows")
+    assert note.startswith(f"actor.rollout {said}a token takes ")
+    assert note.endswith(f"(acceptance {acceptance:.2f}, given)")
+    for other in (None, 4):
+        fixed = drafted(temperature=1.0, rows=other)
+        assert seconds_of(plan) <= 1.01 * seconds_of(
+            planned(fixed, placed(engine="torch"), acceptance=acceptance)
+        )
+
+
+def test_rows_that_gain_are_those_below_the_crossing() -> None:
+    def step(base: float, each: float) -> Step:
+        return lambda rows, context: base + each * rows
+
+    assert 7 == rows_that_gain(step(1.0, 0.4), step(4.0, 0.0), 10.0, 100)
+    assert [0, 5] == [rows_that_gain(step(b, 0.0), step(2.0, 0.0), 10.0, 5) for b in (3.0, 1.0)]
 
 
 def words(plan: Plan) -> str:

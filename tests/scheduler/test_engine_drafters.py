@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -46,7 +46,7 @@ def drafted(
     path: str = "models/mid",
     temperature: float = 0.0,
     n: int = 2,
-    rows: int | None = None,
+    rows: int | Literal["auto"] | None = None,
     probe: dict[str, object] | None = None,
     **draft: object,
 ) -> Graph:

@@ -163,7 +163,7 @@ def with_drafts(
     own = node.role(Drafted) or Drafted(by="")
     tokens = engine.verified if engine.own_process else own.tokens
     if drafter is not None:
-        size = drafting_bytes(tokens, roof, drafter, load, most=own.rows)
+        size = drafting_bytes(tokens, roof, drafter, load, most=own.most)
     elif engine.drafts_by_options:
         size = drafting_bytes(tokens, roof, roof, load, beams=engine.beams)
     else:

@@ -77,7 +77,7 @@ def turn_of(node: Node, instance: Instance, sizes: Sizes) -> DraftTurn | None:
         acceptance=assumed if said is None else said,
         beams=beams,
         how="assumed" if said is None else "given",
-        rows=math.inf if own is None or own.rows is None else own.rows,
+        rows=math.inf if own is None or own.most is None else own.most,
     )
     if said is not None or not sizes.cluster.measured.records:
         return turn

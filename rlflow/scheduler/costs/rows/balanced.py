@@ -82,9 +82,8 @@ def balanced_stages(
             even = mean_share(rows, alive, ranks) / stage.goes_on
         # Of the rows that a replica has at first in a window so many end within it, by chance.
         ending = min(stage.live / ranks * hazard(load.lengths, stage, every), stage.live / ranks)
-        fullest = min(
-            even + WITHIN * largest_normal(ranks) * math.sqrt(ending), max(stage.live, 1.0)
-        )
+        stays = mean_fullest(round(load.rows), alive, ranks) / stage.goes_on
+        fullest = min(even + WITHIN * largest_normal(ranks) * math.sqrt(ending), stays)
         # The last row of each rank stays.
         moved = max(1 - ranks / stage.live, 0.0) * moves(ending, ranks) / every
         found.append((stage, max(fullest, 1.0), moved))
