@@ -135,7 +135,9 @@ class Ran:
         self.result = rlflow("run", FILE, *words, *run, "--set", f"seen={seen}")
         lines = seen.read_text().splitlines() if seen.exists() else []
         self.seen = [[tuple(row) for row in json.loads(line)] for line in lines]
-        self.metrics = metrics_of(folder / "run")
+        # A run that has not begun has none, and its error tells why.
+        begun = (folder / "run" / "metrics.jsonl").exists()
+        self.metrics = metrics_of(folder / "run") if begun else []
 
     def tokens(self) -> list[dict[int, list[int]]]:
         return [{sample: tokens for sample, tokens, _ in batch} for batch in self.seen]
