@@ -158,7 +158,7 @@ def test_deepseek_v3_on_256_devices_lies_as_others_lay_it():
 
     assert trained.ep > 1
     assert engine.tp > 8
-    assert any(i.virtual > 1 for row in tuned.rows for i in row.plan.instances)
+    assert any(i.pp > 1 for row in tuned.rows for i in row.plan.instances)
     pasted = eval(placement_source(as_written(tuned, tuned.best)), {"rf": rf})
     again = compile_plan(declared.graph, pasted, where).plan
     assert best.timing.period == again.timing.period
