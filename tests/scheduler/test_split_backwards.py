@@ -93,8 +93,9 @@ def test_what_halves_keep_is_there_and_costs_no_time(ranks, apart, again, micro)
     assert {plan.trained_instance("actor").micro_tokens for plan in (whole, split)} == {micro}
     before, after = (update(plan).cost for plan in (whole, split))
     assert (after.seconds or 0) <= (before.seconds or 0)
+    # The moment at which a rank has the most may be another: with logits, or before them.
+    assert sum(dict(after.holds).values()) >= sum(dict(before.holds).values())
     kept = dict(after.holds)["activations"]
-    assert kept >= dict(before.holds)["activations"]
     layers = split.trained_instance("actor").stages[-1]
     assert kept > (pp - 1) * layers * micro * 8 * (2 * 2048 + 3 * 768) * 2 / tp
 

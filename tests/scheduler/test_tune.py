@@ -361,11 +361,14 @@ def test_written_placements_are_listed_with_their_rank():
 @pytest.mark.slow
 def test_a_written_placement_that_is_the_best_keeps_its_name():
     best = search_placements(grpo(), {}, cpu_cluster(2)).best.placement
+
+    def renamed(on: rf.On) -> rf.On:
+        also = on.also and f"my_{on.also}"
+        return on.model_copy(update={"pool": f"my_{on.pool}", "also": also})
+
     by_hand = rf.Placement(
         pools={f"my_{name}": devices for name, devices in best.pools.items()},
-        assign={
-            key: on.model_copy(update={"pool": f"my_{on.pool}"}) for key, on in best.assign.items()
-        },
+        assign={key: renamed(on) for key, on in best.assign.items()},
         stream=best.stream,
     )
 
