@@ -363,7 +363,7 @@ def test_a_written_placement_that_is_the_best_keeps_its_name():
     best = search_placements(grpo(), {}, cpu_cluster(2)).best.placement
 
     def renamed(on: rf.On) -> rf.On:
-        also = on.also and f"my_{on.also}"
+        also = on.also and renamed(on.also)
         return on.model_copy(update={"pool": f"my_{on.pool}", "also": also})
 
     by_hand = rf.Placement(
