@@ -86,7 +86,7 @@ PARTED, PARTED_MIXED = (replace(each, parted=True) for each in (HYBRID, HYBRID_M
 STATE = Family(attention="state", cut=False, layers="linear_attention", counted=False)
 SEEING = replace(WHOLE, staged=False, counted=False)
 CUT_SEEING = replace(SEEING, cut=True, staged=True)
-FUSED_APART: Any = {"experts": "fused", "dispatched": True}
+SEEING_MIXTURE = replace(CUT_SEEING, experts="fused", dispatched=True)
 OWN = Family(attention="own", cut=False, counted=False)
 ENCODER = Family(attention="encoder", cut=False, counted=False)
 NONE = Family(attention="none", cut=False, counted=False)
@@ -133,7 +133,7 @@ FAMILIES: dict[str, Family] = {
     # Models that see.
     **_each("qwen2_5_vl", replace(CUT_SEEING, sees="grid", biases="qkv")),
     **_each("qwen3_vl", replace(CUT_SEEING, sees="grid", head_norms="each")),
-    **_each("qwen3_vl_moe", replace(CUT_SEEING, sees="grid", head_norms="each", **FUSED_APART)),
+    **_each("qwen3_vl_moe", replace(SEEING_MIXTURE, sees="grid", head_norms="each")),
     **_each("mistral3", replace(CUT_SEEING, sees="rows")),
     **_each("internvl", replace(CUT_SEEING, sees="tiles")),
     **_each("gemma3", replace(CUT_SEEING, sees="soft", tied=True, norms=4, head_norms="each")),

@@ -13,7 +13,6 @@ from rlflow.graph.graph import Graph
 from rlflow.graph.placement import On, Placement
 from rlflow.graph.roles import Drafted
 from rlflow.graph.user.engine_options import EngineOptions, engine_named, options_of
-from rlflow.graph.user.engines import SGLang
 from rlflow.graph.user.speculative import Speculative
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.engines.drafters import drafts_findings
@@ -157,9 +156,9 @@ def with_ngrams(graph: Graph, placement: Placement) -> Iterator[Placement]:
 
 
 def _drafting(where: On, by: Speculative) -> On:
-    options = where.options
-    if not isinstance(options, SGLang) or options.speculative is not None:
+    engine = EnginePlan.chosen(where)
+    if engine.sglang is None or engine.drafts_by_options:
         return where
-    engine = options.model_copy(update={"speculative": by})
+    options = engine.sglang.model_copy(update={"speculative": by})
     also = None if where.also is None else _drafting(where.also, by)
-    return where.model_copy(update={"engine": engine, "also": also})
+    return where.model_copy(update={"engine": options, "also": also})
