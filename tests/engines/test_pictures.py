@@ -344,7 +344,14 @@ def turn_experts(path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "how"),
-    [((1, 2, 1), {}), ((1, 2, 1, 2), {"uneven": True}), ((1, 1, 1), {"pp": 2}), ((1, 1, 2), {})],
+    [
+        ((1, 2, 1), {}),
+        ((1, 2, 1), {"head": "value"}),
+        ((1, 2, 1, 2), {"uneven": True}),
+        ((1, 1, 1), {"pp": 2}),
+        ((1, 1, 2), {}),
+        ((1, 2, 1, 1, 2), {}),
+    ],
     ids=str,
 )
 def test_a_mixture_that_sees_computes_what_one_rank_does(shape, how, world, tmp_path):
