@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,9 @@ from rlflow.scheduler.devices.cluster import machine_cores
 from rlflow.scheduler.passes.staleness import allowed
 from rlflow.scheduler.search.text import as_written, placement_file
 from rlflow.scheduler.search.tune import SearchLimits, Tuned, search_placements
+
+# Values that are made between two looks for those that nobody needs.
+RARELY = 100_000
 
 
 def tune_target(
@@ -42,14 +47,26 @@ def tune_target(
     limits = SearchLimits(staleness=max_staleness, top=top, engine=engine, families=families)
     near, backend = pipeline.path, target.backend
     try:
-        return search_placements(
-            declared.graph, placements, cluster, limits=limits, near=near, backend=backend
-        )
+        with _collecting_rarely():
+            return search_placements(
+                declared.graph, placements, cluster, limits=limits, near=near, backend=backend
+            )
     except DataError as error:
         raise UsageError(*error.findings, summary=NOTHING) from None
     except UsageError as error:
         findings = missing_model_findings(declared.graph, near) or list(error.findings)
         raise UsageError(*findings, summary=NOTHING) from None
+
+
+@contextmanager
+def _collecting_rarely() -> Iterator[None]:
+    """A search makes many values that live on: to look for cycles in them takes a tenth of it."""
+    known = gc.get_threshold()
+    gc.set_threshold(RARELY, *known[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*known)
 
 
 def next_words(tuned: Tuned, options: Mapping[str, Any], path: str, *, run: bool) -> str:

@@ -10,7 +10,7 @@ declare, and no engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from rlflow.errors import Finding, PlanError
@@ -29,7 +29,7 @@ from rlflow.scheduler.plan.plan import Plan
 from rlflow.scheduler.plan.text import duration
 
 RULE = "portions"
-EIGHTHS, FINEST = 8, 32
+EIGHTHS, FINEST, LONGER = 8, 32, 2
 # What puts parts together reads these to log what a rollout logs.
 NEEDED = frozenset({"response_tokens", "rollout_log_probs", "finished"})
 
@@ -77,8 +77,8 @@ def with_shares_found(
     """The placement with every share that it leaves out, and why each: the shortest `period`.
 
     `period` is that of a plan in seconds, None for one that is refused. Shares are looked for in
-    eighths of the prompts, then around the best in halves of that. The first is left to a plan's
-    own findings where none is accepted.
+    eighths of the prompts, from one on, then around the best in halves of that. The first is left
+    to a plan's own findings where none is accepted.
     """
     texts = []
     for name, where in helped(graph, placement):
@@ -116,7 +116,11 @@ def with_shares_of(placement: Placement, plan: Plan) -> Placement:
 def _compared(
     placement: Placement, where: On, total: int, period: Callable[[Placement], float | None]
 ) -> dict[int, float]:
-    """Seconds of an iteration by how many of `total` prompts help takes, of some that fit."""
+    """Seconds of an iteration by how many of `total` prompts help takes, of some that fit.
+
+    More and more are tried until an iteration gets longer twice in a row. Where the two smallest
+    do not fit devices that train, more of it does not either.
+    """
     known: dict[int, float] = {}
 
     def compare(share: int) -> None:
@@ -125,6 +129,8 @@ def _compared(
 
     for eighths in range(1, EIGHTHS - 1):
         compare(min(max(1, total * eighths // EIGHTHS), total - 1))
+        if _rises(list(known.values())) or (eighths == LONGER and not known):
+            break
     parts = EIGHTHS
     while known and parts < FINEST and total > parts:
         parts, best = parts * 2, _shortest(known)
@@ -132,6 +138,10 @@ def _compared(
             if 0 < share < total:
                 compare(share)
     return known
+
+
+def _rises(seconds: Sequence[float]) -> bool:
+    return len(seconds) > LONGER and seconds[-LONGER - 1] < min(seconds[-LONGER:])
 
 
 def _shortest(known: dict[int, float]) -> int:

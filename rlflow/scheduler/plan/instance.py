@@ -54,6 +54,8 @@ class Part:
     @property
     def leaves(self) -> tuple[int, ...]:
         """The devices on which it sleeps where it has to."""
+        if not self.stays:
+            return self.devices
         return tuple(device for device in self.devices if device not in self.stays)
 
     def as_json(self) -> dict[str, Any]:

@@ -129,7 +129,8 @@ def _times(source: Instance, target: Instance, *, in_place: bool) -> tuple[Fract
     the source's.
     """
     cells, layers = source.ranks * target.ranks, layers_of(source, target)
-    found = [Fraction(0)] * 8
+    # Cells of all layers together, or of an end: Fractions of every device would take long.
+    found = [0] * 8
     for device in target.devices:
         need = cells_held(target, device, cells)
         here = device in source.devices and not in_place
@@ -143,10 +144,12 @@ def _times(source: Instance, target: Instance, *, in_place: bool) -> tuple[Fract
             common = [_common(mine, theirs) for mine, theirs in zip(sides, held, strict=True)]
             end = 1 if number == TOWER else max(number - 3, 0)
             mine, theirs = deep[end], known[end]
-            own = Fraction(len(sides[0]) * len(sides[1]), cells * cells) * len(mine)
-            shared = Fraction(common[0] * common[1], cells * cells) * len(mine & theirs)
-            found[number] += (own - shared) / (1 if end else layers)
-    return tuple(found)
+            own = len(sides[0]) * len(sides[1]) * len(mine)
+            found[number] += own - common[0] * common[1] * len(mine & theirs)
+    whole = cells * cells
+    return tuple(
+        Fraction(each, whole * (layers if number < 4 else 1)) for number, each in enumerate(found)
+    )
 
 
 def _depths(held: frozenset[int], layers: int) -> tuple[set[int], ...]:
