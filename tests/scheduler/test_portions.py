@@ -192,6 +192,26 @@ def test_where_no_plan_is_accepted_the_share_is_an_eighth() -> None:
     assert (4, []) == (placement.assign["actor.rollout"].share, texts)
 
 
+@pytest.mark.parametrize("alone", [None, 5.0])
+def test_help_without_room_is_not_looked_for_further_unless_it_alone_makes_room(
+    alone: float | None,
+) -> None:
+    """Devices of the rollout that hold no more than 8 of 32 prompts need the others' help."""
+    asked = []
+
+    def period(placement: rf.Placement) -> float | None:
+        shares = [on.share for on in placement.assign.values() if on.also is not None]
+        asked.extend(shares)
+        if not shares:
+            return alone
+        return 7.0 if alone is None and int(str(shares[0])) >= 24 else None
+
+    placement, _ = with_shares_found(grpo(prompts=32), helped(share=None), period)
+    found = [on.share for on in placement.assign.values() if on.also is not None]
+    assert found == ([24] if alone is None else [4])
+    assert (asked == [4, 8]) is (alone is not None)
+
+
 def test_both_are_where_the_nodes_name_says() -> None:
     placement = rf.Placement(
         pools={"train": 1, "gen": 1},

@@ -10,7 +10,7 @@ declare, and no engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from rlflow.errors import Finding, PlanError
@@ -29,7 +29,9 @@ from rlflow.scheduler.plan.plan import Plan
 from rlflow.scheduler.plan.text import duration
 
 RULE = "portions"
-EIGHTHS, FINEST, LONGER = 8, 32, 2
+EIGHTHS, FINEST = 8, 32
+# Shares that are refused before help as a whole is.
+REFUSED = 2
 # What puts parts together reads these to log what a rollout logs.
 NEEDED = frozenset({"response_tokens", "rollout_log_probs", "finished"})
 
@@ -77,17 +79,17 @@ def with_shares_found(
     """The placement with every share that it leaves out, and why each: the shortest `period`.
 
     `period` is that of a plan in seconds, None for one that is refused. Shares are looked for in
-    eighths of the prompts, from one on, then around the best in halves of that. The first is left
-    to a plan's own findings where none is accepted.
+    eighths of the prompts, then around the best in halves of that. The first is left to a plan's
+    own findings where none is accepted.
     """
     texts = []
     for name, where in helped(graph, placement):
         total = _prompts(graph, graph.node(name))
         if where.share is not None or total < 2:
             continue
-        known = _compared(placement, where, total, period)
-        share = _shortest(known) if known else max(1, total // EIGHTHS)
         alone = period(_alone(placement, where))
+        known = _compared(placement, where, total, period, fits_alone=alone is not None)
+        share = _shortest(known) if known else max(1, total // EIGHTHS)
         placement = _with_share(placement, where, share)
         texts += [_why(name, where, share, total, known[share], alone)] if known else []
     return placement, texts
@@ -114,12 +116,17 @@ def with_shares_of(placement: Placement, plan: Plan) -> Placement:
 
 
 def _compared(
-    placement: Placement, where: On, total: int, period: Callable[[Placement], float | None]
+    placement: Placement,
+    where: On,
+    total: int,
+    period: Callable[[Placement], float | None],
+    *,
+    fits_alone: bool,
 ) -> dict[int, float]:
     """Seconds of an iteration by how many of `total` prompts help takes, of some that fit.
 
-    More and more are tried until an iteration gets longer twice in a row. Where the two smallest
-    do not fit devices that train, more of it does not either.
+    Where a rollout that nobody helps fits, but not the two smallest shares, devices that train
+    have no room for its weights, and for more rows even less.
     """
     known: dict[int, float] = {}
 
@@ -129,7 +136,7 @@ def _compared(
 
     for eighths in range(1, EIGHTHS - 1):
         compare(min(max(1, total * eighths // EIGHTHS), total - 1))
-        if _rises(list(known.values())) or (eighths == LONGER and not known):
+        if fits_alone and not known and eighths == REFUSED:
             break
     parts = EIGHTHS
     while known and parts < FINEST and total > parts:
@@ -138,10 +145,6 @@ def _compared(
             if 0 < share < total:
                 compare(share)
     return known
-
-
-def _rises(seconds: Sequence[float]) -> bool:
-    return len(seconds) > LONGER and seconds[-LONGER - 1] < min(seconds[-LONGER:])
 
 
 def _shortest(known: dict[int, float]) -> int:
