@@ -99,6 +99,8 @@ class Curves:
 
     def to_host(self, size: float) -> float | None:
         """B/s of one copy of so many bytes from or to pinned memory, the slower way."""
+        if not self.found:  # A search asks very often.
+            return None
         found = [self._named[name].at(max(size, 1.0)) for name in PINNED if name in self._named]
         return min(found, default=None)
 

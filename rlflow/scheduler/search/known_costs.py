@@ -29,6 +29,9 @@ _sizes = attrgetter(
     *("offload", "options", "drafter", "draft_tokens", "inside"),
 )
 
+# What stands for an answer that nobody has asked for; None is one.
+UNKNOWN = object()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownCosts(Costs):
@@ -87,9 +90,10 @@ class KnownCosts(Costs):
 
     def _known(self, key: Hashable, ask: Callable[[], T]) -> T:
         key = self.stage, key
-        if key not in self._answers:
-            self._answers[key] = ask()
-        return cast("T", self._answers[key])
+        found = self._answers.get(key, UNKNOWN)
+        if found is UNKNOWN:
+            found = self._answers[key] = ask()
+        return cast("T", found)
 
     def _asked(self, node: Node) -> Hashable:
         """What an equal node has been asked under: its name, and which of those of that name.

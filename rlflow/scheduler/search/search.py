@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from rlflow.errors import PlanError
@@ -182,20 +183,22 @@ class Search:
         first by those where all devices together would be busy for the shortest. Help that saves
         hardly anything is not taken, and nothing is said of what cannot be helped.
         """
-        leading = [tried.candidate for tried in self.ranked() if tried.candidate is not None]
+        ranked = [tried for tried in self.ranked() if tried.candidate is not None]
+        timed = {tried.candidate: tried.plan.timing for tried in ranked}
         near = {
             other: None
-            for candidate in leading[: 2 * CLIMBED]
+            for candidate in list(timed)[: 2 * CLIMBED]
+            if candidate is not None
             for other in (candidate, *self.moves.moved_cuts(candidate))
         }
         found = [(work, c) for c in near if (work := self.moves.work_apart(c)) is not None]
         for _, candidate in sorted(found)[:HELPED]:
             plain = placement_of(candidate, self.moves.roles, self.graph.staleness)
-            self.compiled += 1
-            try:
-                alone = self.compiler(plain, "tuned", False).timing
-            except PlanError:
-                alone = None
+            alone = timed.get(candidate)
+            if alone is None:
+                self.compiled += 1
+                with suppress(PlanError):
+                    alone = self.compiler(plain, "tuned", False).timing
             below = float("inf") if alone is None else alone.seconds * WORTH
             self._compile(self._helped(plain, candidate), quiet=True, below=below)
 
