@@ -24,19 +24,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import continuous
 from common import (
-    CACHE,
     RESULTS,
     machine,
     markdown_report,
     markdown_table,
-    run,
     say,
     text_table,
     write_results,
 )
-from continuous import PIPELINE, WARMUP, mean_seconds, planned, played, replayed
+from virtual_clock import PIPELINE, WARMUP, apart, mean_seconds, planned, played, replayed, side
 
 WHOLE = "split"
 SIDES = (WHOLE, "stream2", "stream4", "stream8")
@@ -60,12 +57,6 @@ NOTES = (
     "are medians of those within a turn, which `each turn` has. Beside other work on the machine "
     "an action takes up to half as long again, so one turn says little.",
 )
-
-
-def side(placement: str, iterations: int) -> dict[str, Any]:
-    """Train in this process; seconds of each action, and when iterations end with cores apart."""
-    found = continuous.side(placement, iterations)
-    return {**found, "own": replayed(placement, found)}
 
 
 def expected_lengths() -> Any:
@@ -112,17 +103,6 @@ def updates_take(found: Mapping[str, Any]) -> float:
     """Processor seconds of an iteration's updates, of all chunks."""
     means = mean_seconds(found)
     return sum(took for name, took in means.items() if name.startswith("actor.update"))
-
-
-def apart(placement: str, iterations: int, number: int) -> dict[str, Any]:
-    """A side in a process of its own."""
-    name = f"flowing-{placement}-{number}"
-    out = CACHE / "runs" / f"{name}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    words = ["--side", placement, "--iterations", str(iterations), "--out", out]
-    run([sys.executable, __file__, *words], CACHE / "logs" / f"{name}.log")
-    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-    return found
 
 
 def figures(turns: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
@@ -192,6 +172,7 @@ def main() -> None:
     os.environ["RLFLOW_COSTS"] = "off"
     if given.side:
         found = side(given.side, given.iterations)
+        found["own"] = replayed(given.side, found)
         given.out.write_text(json.dumps(found), encoding="utf-8")
         return
     facts = machine()
@@ -199,7 +180,8 @@ def main() -> None:
     for number in range(given.turns):
         for name, found in turns.items():
             say(f"{name}: turn {number + 1} of {given.turns}")
-            found.append(apart(name, given.iterations, number))
+            words = ["--side", name, "--iterations", str(given.iterations)]
+            found.append(apart(__file__, words, f"flowing-{name}-{number}"))
             assert found[0]["length"] == turns[WHOLE][0]["length"], "sides have other samples"
     facts["load at the end"] = machine()["load"]
     report(figures(turns), facts, given.results)

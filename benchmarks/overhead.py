@@ -30,6 +30,7 @@ from common import (
     write_results,
 )
 from sides import iteration_ends
+from virtual_clock import Ends
 
 if TYPE_CHECKING:
     from rlflow.runtime.worker.worker import Result, Worker
@@ -82,23 +83,6 @@ class Nothing:
         return []
 
 
-class Ends:
-    """Notes when every iteration was done."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def started(self, action: object, iteration: int) -> None:
-        """Not needed here."""
-
-    def finished(self, action: object, completion: object) -> None:
-        """Not needed here."""
-
-    def iteration_done(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """The clock is read here."""
-        self.times.append(time.perf_counter())
-
-
 def main() -> None:
     """Measure every placement, print the table, write the results."""
     parser = argparse.ArgumentParser(description="The controller's time an iteration.")
@@ -147,12 +131,12 @@ def bare_ends(plan: Plan, total: int) -> list[float]:
     from rlflow.runtime.local import LocalBackend
 
     backend = LocalBackend(plan, Nothing(plan), threads=1, now=time.perf_counter)
-    ends = Ends()
+    ends = Ends(time.perf_counter)
     try:
         Executor(plan, backend, ends, start=0, end=total, barrier=total).run()
     finally:
         backend.close()
-    return ends.times[:total]
+    return ends.ends[:total]
 
 
 def recorded_ends(plan: Plan, total: int) -> list[float]:

@@ -1,44 +1,17 @@
 """What a rollout saves that begins more groups than its batch has, and what was predicted of it.
 
-The pipeline is that of `continuous.py`: lengths are log-normal, up to eight means. Everything that
-is counted follows from the tokens, so no clock and no other work on the machine changes it: turns,
-in each of which every live row gets a token, tokens that are decoded, and tokens of the rows that
-stay. The prediction knows the distribution alone, as plans do.
+Counted are turns, in each of which every live row gets a token, tokens that are decoded, and tokens
+of the rows that stay.
 
 python benchmarks/oversample.py --iterations 48
 """
 
 from __future__ import annotations
 
-import argparse
-import shutil
-import statistics
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
-
-from common import (
-    CACHE,
-    HERE,
-    RESULTS,
-    machine,
-    markdown_report,
-    markdown_table,
-    read_jsonl,
-    rlflow,
-    run,
-    say,
-    text_table,
-    write_results,
-)
-from continuous import WIDTHS
+from counted import GROUPS, Counting, Found, N, means, rollouts
 from pipelines.tails import LONGEST, MEAN, SPREAD
-from prediction import model_directory
 
-PIPELINE = HERE / "pipelines" / "tails.py"
-GROUPS, N = 16, 4
 BEGUN = (16, 18, 20, 24, 32)
-CLOSE = 0.10
 COUNTED = ("turns", "tokens", "length")
 HEADER = (
     "groups begun",
@@ -62,19 +35,8 @@ NOTES = (
 
 def measured(begun: int, iterations: int) -> dict[str, list[float]]:
     """Turns, decoded tokens and the mean length of the rows that stay, of every iteration."""
-    name = f"oversample-{begun}"
-    directory = CACHE / "runs" / name
-    shutil.rmtree(directory, ignore_errors=True)
-    settings = [f"model={model_directory(WIDTHS, '2x128-long')}", f"prompts_per_iteration={begun}"]
-    settings += [f"group_size={N}", f"first_groups={GROUPS}"]
-    words: list[str | Path] = [rlflow(), "run", PIPELINE, "--placement", "split", "-q"]
-    words += ["--devices", "cpu:2", "--threads", "1", "--iterations", str(iterations)]
-    words += ["--run-dir", directory, *(word for each in settings for word in ("--set", each))]
-    run(words, CACHE / "logs" / f"{name}.log")
-    rows = [line["metrics"] for line in read_jsonl(directory / "metrics.jsonl")]
-    rows = [row for row in rows if "actor.rollout/length" in row]
-    assert len(rows) == iterations
-    assert all(row["actor.rollout/finished"] == 1 for row in rows)
+    settings = {"prompts_per_iteration": begun, "first_groups": GROUPS}
+    rows = rollouts(f"oversample-{begun}", settings, "split", "cpu:2", iterations)
     kept = [row["actor.rollout/length"] for row in rows]
     thrown = [row.get("actor.rollout/dropped_tokens", 0.0) for row in rows]
     return {
@@ -100,42 +62,29 @@ def predicted(begun: int) -> dict[str, float]:
     }
 
 
-def report(found: Mapping[int, Mapping[str, Any]], facts: Mapping[str, Any], folder: Path) -> None:
-    """Print the table, and write it."""
+def table(found: Found) -> tuple[list[list[str]], float]:
+    """Its lines, and by how much a prediction is off."""
     rows, worst = [], 0.0
-    drained = statistics.fmean(found[GROUPS]["measured"]["turns"])
+    drained = means(found[GROUPS], COUNTED)["turns"]
     for begun, each in found.items():
-        means = {name: statistics.fmean(each["measured"][name]) for name in COUNTED}
-        said = each["predicted"]
-        off = [said[name] / means[name] - 1 for name in COUNTED]
-        worst = max(worst, *map(abs, off))
-        cells = [[f"{means[name]:.1f}", f"{said[name]:.1f}"] for name in COUNTED]
-        share = f"{means['turns'] / drained:.2f}"
+        counted, said = means(each, COUNTED), each["predicted"]
+        worst = max(worst, *(abs(said[name] / counted[name] - 1) for name in COUNTED))
+        cells = [[f"{counted[name]:.1f}", f"{said[name]:.1f}"] for name in COUNTED]
+        share = f"{counted['turns'] / drained:.2f}"
         rows.append([str(begun), *cells[0], share, *cells[1], *cells[2]])
-    print(text_table(HEADER, rows))
-    reached = "met" if worst <= CLOSE else "NOT met"
-    end = f"the prediction is off by {worst:.1%} at the most (target {CLOSE:.0%}: {reached})"
-    print(end)
-    page = markdown_report(
-        "Rollouts that drop who is late", facts, [markdown_table(HEADER, rows), end], NOTES
-    )
-    write_results(folder, "oversample", {"machine": facts, "found": dict(found)}, page)
+    return rows, worst
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """Count with each number of groups that begin."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--iterations", type=int, default=48)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    given = parser.parse_args(words)
-    facts = machine()
-    found = {}
-    for begun in BEGUN:
-        say(f"{begun} groups begin")
-        counted = measured(begun, given.iterations)
-        found[begun] = {"measured": counted, "predicted": predicted(begun)}
-    report(found, facts, given.results)
-
+OVERSAMPLE = Counting(
+    name="oversample",
+    title="Rollouts that drop who is late",
+    header=HEADER,
+    notes=NOTES,
+    cases={begun: f"{begun} groups begin" for begun in BEGUN},
+    measured=measured,
+    predicted=predicted,
+    table=table,
+)
 
 if __name__ == "__main__":
-    main()
+    OVERSAMPLE.main(iterations=48)
