@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.budget import DRAWS, SLOW_SHARE, drawn, examples
+
+if TYPE_CHECKING:
+    from xdist.remote import Producer
+    from xdist.scheduler import LoadFileScheduling
 
 # Examples are not timed: the machine may be busy. CI draws the same ones every time.
 settings.register_profile(
@@ -39,6 +45,9 @@ gc.set_threshold(100_000, 20, 20)
 # Tests that wait for processes of their own more than they compute.
 WAITING = ("ray", "sglang", "vllm")
 
+# How a test asks for ranks, which a server forks that takes seconds to start.
+RANKS = re.compile(r"\bworld\(")
+
 # Marks of a few files each: where one of them is asked for no other files are imported.
 FEW = frozenset({"slow", "sglang", "vllm", "chaos", "kills"})
 
@@ -53,6 +62,27 @@ def pytest_configure(config: pytest.Config) -> None:
     """Files go to the workers of pytest-xdist in the order below, not those of most tests first."""
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    """Files go to the workers whole, and those whose tests ask for ranks all to the same one."""
+    if config.option.dist != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class RanksTogether(LoadFileScheduling):  # type: ignore[misc, unused-ignore]
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "ranks" if asks_for_ranks(config.rootpath / file) else file
+
+    return RanksTogether(config, log)
+
+
+@cache
+def asks_for_ranks(file: Path) -> bool:
+    """Whether tests of a file run on ranks of a session's worlds."""
+    return RANKS.search(file.read_text()) is not None
 
 
 def pytest_collection_finish() -> None:
@@ -71,7 +101,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None]:
-    """Leave out rows that other weeks run, and begin with files that start Ray or an engine.
+    """Leave out rows that other weeks run; begin with files that start Ray or an engine, or ranks.
 
     Nobody waits for those at the end. First, that marks are words of their files is looked at,
     then pytest leaves out what its own words do not ask for.
@@ -83,7 +113,7 @@ def pytest_collection_modifyitems(
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
         items[:] = [item for item in items if item.nodeid not in left_out]
     waiting = {item.path for item in items for mark in WAITING if item.get_closest_marker(mark)}
-    items.sort(key=lambda item: item.path not in waiting)
+    items.sort(key=lambda item: (item.path not in waiting, not asks_for_ranks(item.path)))
 
 
 def _marks_are_words(items: list[pytest.Item]) -> None:

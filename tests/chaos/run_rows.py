@@ -19,7 +19,7 @@ from tests.conftest import Result
 from tests.runtime.whole_runs import state
 
 # Points that this pipeline does not pass: who has them is a row of another suite.
-ELSEWHERE = ("rank:", "trackers:file:", "ckpt:delete:", "ckpt:aside", "ckpt:sweep")
+ELSEWHERE = ("rank:", "trackers:file:", "export:", "ckpt:delete:", "ckpt:aside", "ckpt:sweep")
 KILLED = -signal.SIGKILL
 
 

@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 
 IMPORTED = [
+    "pytest",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "transformers.models.auto.modeling_auto",
@@ -23,7 +24,13 @@ IMPORTED = [
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.mistral.modeling_mistral",
+    "torch.nested._internal.ops",
+    "rlflow.engines.hf.rollout",
+    "rlflow.engines.hf.sharded.build",
+    "rlflow.engines.hf.sharded.rollout",
     "rlflow.engines.hf.sharded.train",
+    "rlflow.engines.hf.stages.train",
+    "rlflow.runtime.record.checkpoint",
 ]
 # Once one rank has failed the others may wait for it forever.
 GRACE = 2.0

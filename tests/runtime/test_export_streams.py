@@ -17,6 +17,7 @@ from rlflow.engines.hf import writing
 from rlflow.engines.hf.loading import load_model
 from rlflow.graph.model import LoRA
 from rlflow.runtime.record.checkpoint import find_checkpoint, save_checkpoint
+from rlflow.runtime.record.durable import arm_from_environment
 from rlflow.runtime.record.shards import exporting
 from rlflow.runtime.record.shards.reading import StoredTensor
 from tests.conftest import TINY
@@ -149,6 +150,24 @@ def test_no_more_than_a_tensor_is_in_memory(tmp_path, monkeypatch):
     export._write(TINY, spec_of(torch.float32), found, tmp_path / "out")
     assert len(whole) == len(load_file(tmp_path / "out" / "model.safetensors"))
     assert max(most) <= 2 * max(whole) < sum(whole) / 2
+
+
+@pytest.mark.parametrize("point", ["write", "fsync"])
+def test_an_export_to_a_full_disk_is_an_error_and_the_next_one_is_whole(
+    point, tmp_path, monkeypatch
+):
+    model, output = trained(torch.float32), tmp_path / "out"
+    found = saved(tmp_path / "run", model)
+    monkeypatch.setenv("RLFLOW_FAULT", f"export:weights:{point}=enospc")
+    arm_from_environment()
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            export._write(TINY, spec_of(torch.float32), found, output)
+    finally:
+        monkeypatch.delenv("RLFLOW_FAULT")
+        arm_from_environment()
+    export._write(TINY, spec_of(torch.float32), found, output)
+    assert same(model.named_tensors(), load_file(output / "model.safetensors"))
 
 
 def test_large_models_are_several_files_with_an_index(tmp_path, monkeypatch):
