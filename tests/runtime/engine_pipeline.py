@@ -18,6 +18,8 @@ class Config(rf.Config):
     broken: bool = False
     adapters: bool = False
     first_groups: int | None = None
+    balance: int | None = None
+    max_new_tokens: int = 8
 
 
 def exact_match(response: str, answer: str) -> float:
@@ -84,9 +86,10 @@ def grpo(cfg: Config) -> None:
         actor,
         prompts,
         n=cfg.group_size,
-        max_new_tokens=8,
+        max_new_tokens=cfg.max_new_tokens,
         temperature=cfg.temperature,
         first_groups=cfg.first_groups,
+        balance=cfg.balance,
     )
     reward = ops.reward(failing if cfg.broken else exact_match, samples)
     ref_lp = ops.log_probs(ref, samples)

@@ -14,7 +14,7 @@ from rlflow.graph.graph import Graph
 from rlflow.graph.roles import Balanced
 from rlflow.graph.rules.check import most_rows, num_prompts
 from rlflow.scheduler.costs.lengths import Load, ResponseLengths
-from rlflow.scheduler.costs.rows.balanced import balanced_stages, staying_stages
+from rlflow.scheduler.costs.rows.balanced import MovedRow, balanced_stages, staying_stages
 from rlflow.scheduler.costs.rows.steady import drawn_length
 from rlflow.scheduler.verify.verify import verify
 from tests.scheduler.examples import SPLIT, compiled_with
@@ -67,16 +67,73 @@ def test_the_verifier_asks_how_often_rows_move():
     ("placement", "got"),
     [
         (gen_of(2, tp=2), "ranks share its weights, tp=2"),
-        (gen_of(2, engine="sglang"), "its engine is SGLang"),
+        (gen_of(2, engine=rf.SGLang(deterministic=True)), "is a matter of time"),
         (gen_of(1, engine="vllm"), "its engine is vLLM"),
     ],
-    ids=["cut", "sglang", "vllm"],
+    ids=["cut", "deterministic", "vllm"],
 )
 def test_who_cannot_move_rows_is_refused(placement, got):
     with pytest.raises(PlanError) as error:
         compiled_with(moving(), placement, kind="h100")
     (finding,) = error.value.findings
-    assert ("E296", got) == (finding.code, finding.got)
+    assert "E296" == finding.code
+    assert got in finding.got
+    assert "SGLang" in finding.expected
+
+
+def test_rows_of_sglang_are_read_again_and_the_plan_says_what_that_takes():
+    plan = compiled_with(moving(), gen_of(2, engine="sglang"), kind="h100").plan
+    assert "reread" == plan.graph.node(ROLLOUT).as_a(Balanced).moves
+    (note,) = (note.text for note in plan.notes if note.rule == "oversample")
+    assert "evens the rows of its 2 replicas after every 4 turns; they move and are read" in note
+    assert "SGLang gives no keys and values out" in note
+    run = plan.action(ROLLOUT)
+    assert [run.devices] == list(run.takes.parts) == list(run.makes.parts)
+    assert not verify(plan, stage="notes")
+
+
+@pytest.mark.parametrize(("engine", "moves"), [("sglang", "cache"), ("torch", "")])
+def test_the_verifier_asks_in_which_way_rows_move(engine, moves):
+    plan = compiled_with(moving(), gen_of(2, engine=engine), kind="h100").plan
+    node = plan.graph.node(ROLLOUT)
+    other = node.being(replace(node.as_a(Balanced), moves=moves))
+    nodes = tuple(other if each is node else each for each in plan.graph.nodes)
+    wrong = replace(plan, graph=replace(plan.graph, nodes=nodes))
+    assert any("rows of actor.rollout move by" in each for each in verify(wrong, stage="notes"))
+
+
+def test_the_verifier_knows_whose_samples_are_exact():
+    plan = compiled_with(moving(), gen_of(2, engine="sglang"), kind="h100").plan
+    instance = plan.instance(plan.action(ROLLOUT).instance)
+    exact = instance.options.model_copy(update={"deterministic": True})
+    others = tuple(
+        replace(each, options=exact) if each is instance else each for each in plan.instances
+    )
+    wrong = verify(replace(plan, instances=others), stage="notes")
+    assert any("by the clock of" in each for each in wrong)
+
+
+def test_a_row_that_an_engine_gives_no_cache_of_is_priced_by_what_is_read_again():
+    seconds = {}
+    for every in (1, 16):
+        graph = moving(every, max_new_tokens=64)
+        run = compiled_with(graph, gen_of(2, engine="sglang"), kind="h100").plan.action(ROLLOUT)
+        seconds[every] = run.cost.seconds
+    assert seconds[1] > seconds[16], "fewer rows move, and what they read again is counted"
+    row = MovedRow(cache=None, reread=2e-3, size=100, tokens=7)
+    assert ("reread", 2e-3) == (row.shorter, row.seconds)
+    assert ("cache", 1e-3) == (replace(row, cache=1e-3).shorter, replace(row, cache=1e-3).seconds)
+    assert 2e-3 == replace(row, cache=3e-3).seconds
+
+
+def test_rows_wait_where_a_replica_has_no_room_for_them():
+    load = Load(rows=32, prompts=8, prompt=8, lengths=LENGTHS, peers=2)
+    free, full = balanced_stages(load, 8), balanced_stages(load, 8, room=8)
+    assert all(most <= 8 for _, most, _ in full)
+    turns = [sum(s.tokens * s.goes_on for s, *_ in found) for found in (free, full)]
+    assert turns[1] > turns[0]
+    made = sum(s.tokens * s.goes_on * s.live for s, *_ in full)
+    assert made == pytest.approx(64 * LENGTHS.mean, rel=0.1)
 
 
 def test_it_goes_not_together_with_rows_that_never_drain():

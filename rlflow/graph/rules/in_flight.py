@@ -150,9 +150,13 @@ class Dealing:
         while max(self.live) - min(self.live) > 1:
             fullest = max(range(self.replicas), key=self.live.__getitem__)
             emptiest = self._emptiest()
-            self.live[fullest] -= 1
-            self.live[emptiest] += 1
+            self.move(fullest, emptiest)
             yield fullest, emptiest
+
+    def move(self, source: int, target: int, rows: int = 1) -> None:
+        """Rows have gone from one replica to another."""
+        self.live[source] -= rows
+        self.live[target] += rows
 
     def _emptiest(self) -> int:
         return min(range(self.replicas), key=self.live.__getitem__)

@@ -277,7 +277,7 @@ class Costs(ExpectedRows):
             shard=group_of(self.cluster, devices[: across : instance.ep * instance.tp]),
             cp=group_of(self.cluster, devices[: instance.cp * instance.tp : instance.tp]),
             cp_by=instance.cp_by,
-            replicas=group_of(self.cluster, devices[:: instance.ranks] if instance.trained else ()),
+            replicas=group_of(self.cluster, devices[:: instance.ranks]),
             pp=instance.pp,
             virtual=instance.virtual,
             splits=instance.schedule == "zero-bubble" and model.lora is None,

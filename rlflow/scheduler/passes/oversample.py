@@ -2,7 +2,7 @@
 
 They drop groups that are late, or move rows to each other. Engines in the workers of devices that
 each have all of the model make turns together. SGLang takes the groups in the order in which its
-engines answer, and moves no row.
+engines answer, and ends rows that move, which the other engine then reads again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlflow.graph.roles import Balanced, Oversampled, SamplingOptions
 from rlflow.graph.user.engines import SGLang
 from rlflow.scheduler.context import Context
 from rlflow.scheduler.costs.lengths import ResponseLengths
-from rlflow.scheduler.costs.rows.balanced import moved_row
+from rlflow.scheduler.costs.rows.balanced import MovedRow, moved_row
 from rlflow.scheduler.devices.cluster import amount
 from rlflow.scheduler.plan.plan import Instance, Plan
 from rlflow.scheduler.plan.text import duration
@@ -50,7 +50,8 @@ def why_together(node: Node) -> str:
 
 def _cannot_drop(plan: Plan, node: Node) -> Iterator[Finding]:
     """Why a rollout cannot end with the first groups."""
-    for got in _reasons(plan.instance(str(plan.action(node.name).instance))):
+    by_clock = "which groups an engine answers first is a matter of time"
+    for got in _reasons(plan.instance(str(plan.action(node.name).instance)), by_clock):
         yield Finding(
             code="E293",
             what=f"{node.name} cannot drop groups that are late",
@@ -64,28 +65,28 @@ def _cannot_drop(plan: Plan, node: Node) -> Iterator[Finding]:
 
 def _cannot_move(plan: Plan, node: Node) -> Iterator[Finding]:
     """Why the rows of a rollout cannot move from engine to engine."""
-    instance = plan.instance(str(plan.action(node.name).instance))
-    options = instance.options
-    own = [] if options is None else [f"its engine is {options.title}"]
-    for got in own or _reasons(instance):
+    by_clock = "which rows an engine ends, and after which token, is a matter of time"
+    for got in _reasons(plan.instance(str(plan.action(node.name).instance)), by_clock):
         yield Finding(
             code="E296",
             what=f"rows of {node.name} cannot move",
             where=node.where,
             got=got,
-            expected="engines in the workers of devices that each have all of the model",
+            expected="engines in the workers of devices that each have all of the model, or those "
+            "of SGLang",
             fix="a rollout without balance=",
         )
 
 
-def _reasons(instance: Instance) -> Iterator[str]:
+def _reasons(instance: Instance, by_clock: str) -> Iterator[str]:
+    """Why an instance does neither; of what is asked `by_clock` says what its clock decides."""
     options = instance.options
     if options is None and instance.sharded:
         yield f"ranks share its weights, {instance.layout()}"
     if options is not None and not isinstance(options, SGLang):
         yield f"its engine is {options.title}"
     if isinstance(options, SGLang) and options.deterministic:
-        yield "deterministic=True, and which groups an engine answers first is a matter of time"
+        yield f"deterministic=True, and {by_clock}"
 
 
 def _with_moves(plan: Plan, node: Node, said: Balanced, context: Context) -> Plan:
@@ -94,7 +95,9 @@ def _with_moves(plan: Plan, node: Node, said: Balanced, context: Context) -> Pla
     costs, shape = context.costs, context.costs.shapes[instance.model]
     roof = None if shape is None else costs.roofline_of(node, instance, shape)
     row = None if roof is None else moved_row(roof, costs.load(node, instance.replicas))
-    moves: Literal["cache", "reread"] = "cache" if row is None else row.shorter
+    own = instance.engine_plan.own_process
+    moves: Literal["cache", "reread"] = "reread" if own else "cache"
+    moves = moves if row is None else row.shorter
     being = node.being(replace(said, moves=moves))
     nodes = tuple(being if each is node else each for each in plan.graph.nodes)
     plan = replace(plan, graph=replace(plan.graph, nodes=nodes))
@@ -103,10 +106,17 @@ def _with_moves(plan: Plan, node: Node, said: Balanced, context: Context) -> Pla
     way = {"cache": "with their keys and values", "reread": "and are read again"}[moves]
     text = f"{node.name} evens the rows of its {instance.replicas} replicas after every "
     text += f"{said.every} turns; they move {way}"
-    if row is not None:
-        text += f": a row takes {duration(row.cache)} by cache ({amount(row.size)}), "
-        text += f"{duration(row.reread)} read again"
-    return plan.noting(RULE, text)
+    return plan.noting(RULE, text + ("" if row is None else _taken(row)))
+
+
+def _taken(row: MovedRow) -> str:
+    """What a row takes to move, and what that assumes."""
+    again = duration(row.reread)
+    if row.cache is not None:
+        cache = f"{duration(row.cache)} by cache ({amount(row.size)})"
+        return f": a row takes {cache}, {again} read again"
+    text = f", as SGLang gives no keys and values out: a row of {row.tokens} tokens takes {again}, "
+    return f"{text}if the other's cache has none of them; what the rounds take is not counted"
 
 
 def _text(node: Node, wanted: int, context: Context) -> str:

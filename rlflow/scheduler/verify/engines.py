@@ -30,6 +30,26 @@ def engines_are_apart(facts: Facts) -> Iterator[str]:
         yield from _is_served(facts, a)
 
 
+def rows_move_as_they_can(facts: Facts) -> Iterator[str]:
+    """Rows move between engines that have a model each, in a way that these have.
+
+    An engine in a process of its own gives no keys and values out, and moves rows by its clock: not
+    where samples are to be exact.
+    """
+    for node in facts.plan.graph.nodes:
+        said = dict(node.params)
+        if "balance" not in said:
+            continue
+        i = facts.instances[str(facts.runs[node.name][0].instance)]
+        ways = ("cache", "reread") if i.options is None else ("reread",)
+        if said.get("moves") not in ways:
+            yield f"rows of {node.name} move by {said.get('moves')!r}, {i.name} has {list(ways)}"
+        if i.options is not None and getattr(i.options, "deterministic", True):
+            yield f"rows of {node.name} move by the clock of {i.name}, whose samples are exact"
+        if i.options is None and i.sharded:
+            yield f"rows of {node.name} move, and {i.name} lies as {i.layout()}"
+
+
 def drafters_lie_in_their_engines(facts: Facts) -> Iterator[str]:
     """A drafter in an engine is the one that the engine has, and has nothing else of its own.
 

@@ -19,6 +19,7 @@ from rlflow.scheduler.verify.engines import (
     drafters_lie_in_their_engines,
     engines_are_apart,
     engines_sleep_between_rollouts,
+    rows_move_as_they_can,
 )
 from rlflow.scheduler.verify.happens_before import Facts
 from rlflow.scheduler.verify.left_out import pauses_are_resumed, shared_work_is_exact
@@ -270,6 +271,7 @@ MEANING: tuple[tuple[str, Rule], ...] = (
     ("bind", one_instance_is_trained),
     ("bind", averages_are_in_place),
     ("bind", engines_are_apart),
+    ("bind", rows_move_as_they_can),
     ("bind", kinds_are_kept),
     ("bind", sizes_agree),
     ("bind", costs_are_formed),

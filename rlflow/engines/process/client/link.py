@@ -65,6 +65,10 @@ class PendingRequest:
             self._link.lose(f"nothing moved for {self._link.patience:g} seconds")
         return None
 
+    def about(self, do: str, fields: Mapping[str, Any]) -> PendingRequest:
+        """Ask for something about this request; raises LostError where the engine is gone."""
+        return self._link.ask(do, {**fields, "call": self.number})
+
     def result(self) -> Any:
         """The answer to a request that has a single one."""
         return self.next()["value"]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlflow.batch import lengths, select_field
+from rlflow.batch import joined_rows, lengths, ragged_rows, select_field
 from rlflow.contract.pictures import Pictures
 from rlflow.contract.values import (
     Advanced,
@@ -111,25 +111,29 @@ class SGLangRollout:
     def advance(self, rows: InFlight, sampling: Sampling, key: SampleKey) -> Advanced:
         """Go on with rows in flight: all of them, or of several replicas those that are dealt here.
 
-        Once enough groups are complete the others are ended, and come back with what they have.
+        Once enough groups are complete the others are ended, and come back with what they have; so
+        are rows that move to another replica, which reads anew what they have seen.
         Raises what `generate` raises.
         """
         self._abort.clear()
         self.model.require_ready()
         if len(rows.ids):
             self._require_room(lengths(rows.seen) - rows.made, sampling, EVERYTHING)
-        left = [sampling.max_new_tokens - have for have in rows.made.tolist()]
         single = replace(sampling, n=1)
-        more: list[dict[str, int]] = []
-        for draw, sample, most in zip(rows.draws.tolist(), rows.ids.tolist(), left, strict=True):
-            own = replace(key, iteration=draw)
-            seed = {"sampling_seed": seed_of(own, sample)} if self.seeded else {}
-            more.append({"max_new_tokens": most, **seed})
+        own: list[dict[str, int]] = []
+        for draw, sample in zip(rows.draws.tolist(), rows.ids.tolist(), strict=True):
+            seed = seed_of(replace(key, iteration=draw), sample)
+            own.append({"sampling_seed": seed} if self.seeded else {})
 
-        def begin(some: Sequence[int]) -> Rows:
-            seen = select_field(rows.seen, torch.tensor(some, dtype=torch.int64))
+        def begin(some: Sequence[int], brought: Mapping[int, array[int]]) -> Rows:
+            chosen = torch.tensor(some, dtype=torch.int64)
+            had = ragged_rows([brought.get(row, ()) for row in some], torch.int64)
+            seen = joined_rows(select_field(rows.seen, chosen), had)
             self._stats["prompt_tokens"] += float(lengths(seen).sum())
-            return self._rows(seen, single, [more[row] for row in some], EVERYTHING, stream=True)
+            left = (sampling.max_new_tokens - rows.made[chosen] - lengths(had)).tolist()
+            ends = zip(some, left, strict=True)
+            wanted = [{"max_new_tokens": most, **own[row]} for row, most in ends]
+            return self._rows(seen, single, wanted, EVERYTHING, stream=True)
 
         engine = Engine(
             begin=begin,
@@ -137,10 +141,10 @@ class SGLangRollout:
             stopped=self._abort.is_set,
             abort=self.abort,
         )
-        flight = InRounds(rows, left, engine)
+        flight = InRounds(rows, engine)
         with self._answering():
             made = flight.run()
-        for _, asked in flight.asked:
+        for asked in flight.asked:
             self._require_version(asked)
             self._stats["cached_prompt_tokens"] += asked.cached
         sizes = lengths(made.response_tokens)

@@ -35,8 +35,8 @@ def first_complete(call: Call) -> Output:
 
     A sample has the random numbers that it has in a rollout of as many prompts. Logs also how many
     `turns` were made; of who drops groups how many were `dropped`, and how many tokens these had by
-    then (`dropped_tokens`); of replicas that move rows how many `moved`, and `row_turns`: the rows
-    of the replica that has most, summed over turns.
+    then (`dropped_tokens`); of replicas that move rows how many `moved`, and of those that count
+    turns `row_turns`: the rows of the replica that has most, summed over turns.
     """
     begun = _begun(call)
     wanted = _wanted(call, begun)
@@ -55,7 +55,8 @@ def first_complete(call: Call) -> Output:
         metrics["dropped"] = float(groups - wanted)
         metrics["dropped_tokens"] = float(lengths(rows["response_tokens"])[~leaves].sum())
     if "balance" in call.params:
-        metrics |= {"moved": float(made.moved), "row_turns": _row_turns(call, made)}
+        metrics |= {"moved": float(made.moved)}
+        metrics |= {"row_turns": _row_turns(call, made)} if made.turns else {}
     fields = fields_that_leave(call, chosen)
     return Output(fields=fields, rows=num_rows(chosen), own=True, metrics=metrics)
 

@@ -2,7 +2,9 @@
 
 Of n rows on m replicas n S(t) are live at token t in expectation, and the fullest replica, which
 the others wait for, has about an mth of them where rows move. Where they stay it has as many as the
-largest of m binomial variables. Knows rooflines; neither plans nor measurements.
+largest of m binomial variables. An engine in a process of its own gives no keys and values out: all
+that a row has seen is read again, as if nothing of it were in the other's cache. Knows rooflines;
+neither plans nor measurements.
 """
 
 from __future__ import annotations
@@ -29,16 +31,25 @@ TOLD = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MovedRow:
-    """Seconds that a row of mean length takes to move, in both ways; `size` bytes are its cache."""
+    """Seconds that a row of mean length takes to move, in both ways; `size` bytes are its cache.
 
-    cache: float
+    `cache` is None where the engine gives none out. The row has `tokens` by then.
+    """
+
+    cache: float | None
     reread: float
     size: int
+    tokens: int
 
     @property
     def shorter(self) -> Literal["cache", "reread"]:
         """The way that takes less."""
-        return "cache" if self.cache <= self.reread else "reread"
+        return "reread" if self.cache is None or self.reread < self.cache else "cache"
+
+    @property
+    def seconds(self) -> float:
+        """What that way takes."""
+        return self.reread if self.cache is None else min(self.cache, self.reread)
 
 
 def moved_row(roof: Roofline, load: Load) -> MovedRow:
@@ -48,19 +59,24 @@ def moved_row(roof: Roofline, load: Load) -> MovedRow:
     tokens = max(round(context), 1)
     one = Load(rows=1.0, prompts=1.0, prompt=tokens, lengths=full_lengths(1))
     sent = roof.replicas.send
-    return MovedRow(cache=sent(size), reread=sent(8 * tokens) + roof.prefill(one), size=size)
+    reread = sent(8 * tokens) + roof.prefill(one)
+    cache = sent(size) if roof.serving is None else None
+    return MovedRow(cache=cache, reread=reread, size=size, tokens=tokens)
 
 
 def balanced_seconds(roof: Roofline, load: Load, every: int, wanted: int | None = None) -> float:
     """Mean seconds until all groups are complete, or `wanted`; `load` is a replica's share.
 
-    Replicas meet every so many turns, or in every one where groups may be dropped.
+    Replicas meet every so many turns, or in every one where groups may be dropped. Engines in
+    processes of their own meet by the clock, beside what they decode.
     """
     total = roof.gathered() if roof.gathers else 0.0
     total += roof.agreed(load.prompts * load.mean_prompt) + roof.prefill(load)
-    step, row = roof.stepping(), moved_row(roof, load)
-    a_move, met = min(row.cache, row.reread), 2 * roof.replicas.all_gather(TOLD)
-    for stage, fullest, moved in balanced_stages(load, every, wanted):
+    step, a_move = roof.stepping(), moved_row(roof, load).seconds
+    met = 2 * roof.replicas.all_gather(TOLD) if roof.serving is None else 0.0
+    room = roof.at_once(load)
+    room = room if room < load.rows else math.inf
+    for stage, fullest, moved in balanced_stages(load, every, wanted, room):
         taken = step(fullest, load.mean_prompt + stage.age)
         taken += met / (every if wanted is None else 1) + moved * a_move
         total += stage.tokens * stage.goes_on * taken
@@ -68,13 +84,16 @@ def balanced_seconds(roof: Roofline, load: Load, every: int, wanted: int | None 
 
 
 def balanced_stages(
-    load: Load, every: int, wanted: int | None = None
+    load: Load, every: int, wanted: int | None = None, room: float = math.inf
 ) -> list[tuple[Stage, float, float]]:
-    """Stages of all replicas, the rows of the fullest in each, and how many rows move a turn."""
+    """Stages of all replicas, the rows of the fullest in each, and how many rows move a turn.
+
+    Each replica has room for so many rows at once; the others wait.
+    """
     n, ranks = max(round(load.rows / load.prompts), 1), load.peers
     groups = round(load.prompts * ranks)
     found = []
-    for stage in first_stages(load.lengths, groups, n, wanted or groups):
+    for stage in first_stages(load.lengths, groups, n, wanted or groups, room * ranks):
         rows = round(load.rows * ranks)
         alive = min(stage.live * stage.goes_on / rows, 1.0)
         even = stage.live / ranks + (ranks - 1) / (2 * ranks)
@@ -83,7 +102,7 @@ def balanced_stages(
         # Of the rows that a replica has at first in a window so many end within it, by chance.
         ending = min(stage.live / ranks * hazard(load.lengths, stage, every), stage.live / ranks)
         stays = mean_fullest(round(load.rows), alive, ranks) / stage.goes_on
-        fullest = min(even + WITHIN * largest_normal(ranks) * math.sqrt(ending), stays)
+        fullest = min(even + WITHIN * largest_normal(ranks) * math.sqrt(ending), stays, room)
         # The last row of each rank stays.
         moved = max(1 - ranks / stage.live, 0.0) * moves(ending, ranks) / every
         found.append((stage, max(fullest, 1.0), moved))

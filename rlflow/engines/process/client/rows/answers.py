@@ -11,6 +11,7 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ class Rows:
         self.drafted = 0
         self.accepted = 0
         self.versions: set[str] = set()
+        self.leaving: set[int] = set()
         self._grown = dict.fromkeys(range(count), 0)
         self._given: set[int] = set()
         self._ask = ask
@@ -126,9 +128,25 @@ class Rows:
         """Whether any row has not come back yet."""
         return bool(self._grown)
 
-    def is_over(self, row: int, most: int) -> bool:
+    def is_over(self, row: int) -> bool:
         """Whether a row has ended for good: by itself, or with as many tokens as it may have."""
-        return row in self.tokens and (self.finished[row] or len(self.tokens[row]) >= most)
+        full = row in self.tokens and len(self.tokens[row]) >= self._most(row)
+        return full or self.finished.get(row, False)
+
+    def got(self, row: int) -> int:
+        """How many tokens a row has got, as far as that is known."""
+        return len(self.tokens[row]) if row in self.tokens else self._grown[row]
+
+    def end(self, rows: Iterable[int]) -> None:
+        """Have rows that have a token come back with what they have; until then they are `leaving`.
+
+        Where the engine is lost before, they stay, and are asked for again with the others.
+        """
+        wanted = sorted(row for row in rows if self._grown.get(row))
+        if wanted and self._call is not None:
+            self.leaving.update(wanted)
+            with suppress(LostError):
+                self._call.about("end_rows", {"rows": wanted})
 
     def settled(self, rows: int) -> bool:
         """Whether the next so many rows, in the order of their ends, are known."""
@@ -198,9 +216,11 @@ class Rows:
         self.accepted += message.get("accepted", 0)
         self.versions.update(message["versions"])
         del self._grown[row]
+        self.leaving.discard(row)
 
     def _lost(self, reason: str) -> None:
         self._call = None
+        self.leaving.clear()
         self._losses += 1
         self._grown = dict.fromkeys(self._grown, 0)
         if self._stopped():

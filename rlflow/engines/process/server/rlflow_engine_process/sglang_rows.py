@@ -55,7 +55,7 @@ class Generating(Server):
         seen = pictures or [{}] * len(prompts)
         wanted = sorted({number for _, number, _ in rows})
         tokens = {n: (array("q", prompts[n]).tolist(), seen[n]) for n in wanted}
-        self.live[call] = {f"{call:08x}.{row:08x}" for row, _, _ in rows}
+        self.live[call] = {named(call, row) for row, _, _ in rows}
         make = self.one_by_one if stream else self.together
         if routing:
             self.routing.add(call)
@@ -75,7 +75,7 @@ class Generating(Server):
         await self.cached(call, {n: tokens[n] for n in sorted(shared)}, sampling)
         made: list[dict[str, Any]] = [{} for _ in rows]
         if call not in self.aborted:
-            names = [f"{call:08x}.{row:08x}" for row, _, _ in rows]
+            names = [named(call, row) for row, _, _ in rows]
             given = [tokens[number] for _, number, _ in rows]
             wanted = [{**sampling, **own} for _, _, own in rows]
             routing = call in self.routing
@@ -113,8 +113,7 @@ class Generating(Server):
         """Make one row and send it; how many tokens it has is reported as it grows."""
         made: dict[str, Any] = {}
         if call not in self.aborted:
-            name = f"{call:08x}.{row:08x}"
-            routing = call in self.routing
+            name, routing = named(call, row), call in self.routing
             asked = self.requested(name, prompt, sampling, stream=True, routing=routing)
             async for made in asked:
                 count = int(made["meta_info"]["completion_tokens"])
@@ -167,6 +166,20 @@ class Generating(Server):
         while calls & self.live.keys():
             self.tokenizer.abort_request(abort_all=True)
             await asyncio.sleep(BEAT_SECONDS)
+
+    async def do_end_rows(self, call: int, rows: list[int]) -> None:
+        """End rows of a generation that have a token; they come back with what they have.
+
+        SGLang's scheduler knows such rows, so that asking once is enough; of rows that have ended
+        by themselves it hears nothing.
+        """
+        for row in rows:
+            self.tokenizer.abort_request(rid=named(call, row))
+
+
+def named(call: int, row: int) -> str:
+    """The name of the request that makes a row."""
+    return f"{call:08x}.{row:08x}"
 
 
 def _repeated(rows: list[Row]) -> list[Row]:
