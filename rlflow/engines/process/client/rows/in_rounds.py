@@ -44,7 +44,7 @@ class Engine:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Stay:
     """What is made here of a `row` that has `brought` some tokens: row `place` of those `asked`."""
 
     row: int
@@ -91,8 +91,8 @@ class InRounds:
         self.dealing.go_on({g: len(places[g]) for g in sorted(rows.begun) if g in places})
         # What was asked for; what of it is made of which row; of those here that are not over.
         self.asked: list[Rows] = []
-        self.parts: list[Part] = []
-        self.here: dict[int, Part] = {}
+        self.stays: list[Stay] = []
+        self.here: dict[int, Stay] = {}
         self.halted = False
         # Of rows that move: who has each, and how many tokens it had in the last round; the turns
         # here; how often rows had to move by the turns of all, and how often they have.
@@ -144,9 +144,9 @@ class InRounds:
         asked = self.engine.begin(rows, brought)
         self.asked.append(asked)
         none: array[int] = array("q")
-        parts = [Part(row, asked, at, brought.get(row, none)) for at, row in enumerate(rows)]
-        self.parts += parts
-        self.here |= {part.row: part for part in parts}
+        stays = [Stay(row, asked, at, brought.get(row, none)) for at, row in enumerate(rows)]
+        self.stays += stays
+        self.here |= {stay.row: stay for stay in stays}
 
     def _growing(self) -> list[Rows]:
         """What was asked for and has not come back in full."""
@@ -175,7 +175,7 @@ class InRounds:
         An engine that gives rows back before they are over would be waited for in vain. Where rows
         move they also tell how often the turns have passed after which they do.
         """
-        mine = [row for row, part in self.here.items() if part.over]
+        mine = [row for row, stay in self.here.items() if stay.over]
         given_back = len(mine) < len(self.here) and not self._growing()
         said = [*mine, *([STOP] if given_back or self.engine.stopped() else [])]
         if (moving := self.rows.moving) is not None:
@@ -193,7 +193,7 @@ class InRounds:
 
     def _counted(self) -> int:
         """The turns that were made here, those since the last round among them."""
-        now = {row: part.got for row, part in self.here.items()}
+        now = {row: stay.got for row, stay in self.here.items()}
         more = (got - self.had.get(row, len(self.here[row].brought)) for row, got in now.items())
         self.turns, self.had = self.turns + max([0, *more]), now
         return self.turns
@@ -225,15 +225,15 @@ class InRounds:
         Fewer where some ended by themselves meanwhile, and none where the engine is lost.
         """
         sizes = lengths(self.rows.seen).tolist()
-        live = [part for part in self.here.values() if not part.back and part.asked.got(part.place)]
-        live.sort(key=lambda part: (sizes[part.row] + part.got, part.row))
+        live = [stay for stay in self.here.values() if not stay.back and stay.asked.got(stay.place)]
+        live.sort(key=lambda stay: (sizes[stay.row] + stay.got, stay.row))
         for asked in self.asked:
-            asked.end([part.place for part in live[:count] if part.asked is asked])
+            asked.end([stay.place for stay in live[:count] if stay.asked is asked])
         while any(asked.leaving for asked in self.asked) and self.engine.runs():
             self._look()
         for asked in self.asked:
             asked.leaving.clear()
-        back = [part.row for part in live[:count] if part.back and not part.over]
+        back = [stay.row for stay in live[:count] if stay.back and not stay.over]
         return [] if self.engine.stopped() else back
 
     def _move(self, rows: Sequence[int], source: int, target: int, moving: Moving) -> None:
@@ -255,12 +255,12 @@ class InRounds:
         log_probs: dict[int, array[float]] = defaultdict(lambda: array("f"))
         places: dict[int, list[int]] = defaultdict(list)
         finished: dict[int, bool] = {}
-        for part in self.parts:
-            row, got, first = part.row, part.asked.tokens[part.place], len(part.brought)
+        for stay in self.stays:
+            row, got, first = stay.row, stay.asked.tokens[stay.place], len(stay.brought)
             places[row] += range(first, first + len(got))
             tokens[row] += got
-            log_probs[row] += part.asked.log_probs[part.place]
-            finished[row] = part.asked.finished[part.place]
+            log_probs[row] += stay.asked.log_probs[stay.place]
+            finished[row] = stay.asked.finished[stay.place]
         count = len(self.over)
         made = as_generation(tokens, log_probs, finished, range(count))
         begun = frozenset(self.begun)
