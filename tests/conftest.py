@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.budget import DRAWS, SLOW_SHARE, drawn, examples
+from tests.rewriting import rewrite
 
 if TYPE_CHECKING:
     from xdist.remote import Producer
@@ -45,8 +46,13 @@ gc.set_threshold(100_000, 20, 20)
 # Tests that wait for processes of their own more than they compute.
 WAITING = ("ray", "sglang", "vllm")
 
-# How a test asks for ranks, which a server forks that takes seconds to start.
-RANKS = re.compile(r"\bworld\(")
+# What takes a worker seconds to make for its first test of a kind, and how a file asks for it:
+# the server that forks ranks, a cluster of two nodes, the trees of the package.
+MADE = {
+    "ranks": re.compile(r"\bworld\("),
+    "nodes": re.compile(r"def test_\w+\((?:\w+, )*(?:two_nodes|join)\b"),
+    "sources": re.compile(r"^from tests\.sources import ", re.MULTILINE),
+}
 
 # Marks of a few files each: where one of them is asked for no other files are imported.
 FEW = frozenset({"slow", "sglang", "vllm", "chaos", "kills"})
@@ -65,24 +71,34 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """Asserts are rewritten before there are workers, where all files are asked for."""
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    tests = Path(__file__).parent
+    rewrite(config, [*tests.rglob("test_*.py"), *tests.rglob("conftest.py")])
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
-    """Files go to the workers whole, and those whose tests ask for ranks all to the same one."""
+    """Files go to the workers whole, and those that ask for the same of `MADE` all to one."""
     if config.option.dist != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
-    class RanksTogether(LoadFileScheduling):  # type: ignore[misc, unused-ignore]
+    class Together(LoadFileScheduling):  # type: ignore[misc, unused-ignore]
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
-            return "ranks" if asks_for_ranks(config.rootpath / file) else file
+            return asked_for(config.rootpath / file) or file
 
-    return RanksTogether(config, log)
+    return Together(config, log)
 
 
 @cache
-def asks_for_ranks(file: Path) -> bool:
-    """Whether tests of a file run on ranks of a session's worlds."""
-    return RANKS.search(file.read_text()) is not None
+def asked_for(file: Path) -> str | None:
+    """The first of `MADE` that tests of a file ask for."""
+    text = file.read_text()
+    return next((name for name, words in MADE.items() if words.search(text)), None)
 
 
 def pytest_collection_finish() -> None:
@@ -113,7 +129,7 @@ def pytest_collection_modifyitems(
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
         items[:] = [item for item in items if item.nodeid not in left_out]
     waiting = {item.path for item in items for mark in WAITING if item.get_closest_marker(mark)}
-    items.sort(key=lambda item: (item.path not in waiting, not asks_for_ranks(item.path)))
+    items.sort(key=lambda item: (item.path not in waiting, asked_for(item.path) != "ranks"))
 
 
 def _marks_are_words(items: list[pytest.Item]) -> None:

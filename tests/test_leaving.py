@@ -56,6 +56,7 @@ def run(program, preexec_fn=listening):
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 @pytest.mark.parametrize(
     ("program", "said"),

@@ -45,7 +45,13 @@ def invoke(command, *more):
     return CliRunner().invoke(cli, [*words[1:], *more], catch_exceptions=False)
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.split()[1] in LOOKING])
+def marked(command):
+    """A search takes seconds: `test_tuning.py` makes one with each of the options."""
+    marks = [pytest.mark.slow] if command.startswith("rlflow tune") else []
+    return pytest.param(command, marks=marks, id=command)
+
+
+@pytest.mark.parametrize("command", [marked(c) for c in COMMANDS if c.split()[1] in LOOKING])
 def test_commands_that_look_work_as_written(command):
     assert 0 == invoke(command).exit_code
 

@@ -183,7 +183,6 @@ def paused(engine, sampling, at):
 
 
 @pytest.mark.rows(2)
-@pytest.mark.rows(4)
 @pytest.mark.parametrize(
     ("sampling", "at"),
     [(GREEDY, 1), (GREEDY, 10), (SAMPLED, 1), (SAMPLED, 4), (SAMPLED, 9)]

@@ -257,7 +257,6 @@ def test_a_chunk_holds_its_bytes(dtype, size, numbers, temperatures, cap):
 
 
 @pytest.mark.rows(1)
-@pytest.mark.rows(2)
 @pytest.mark.usefixtures("exact_softmax")
 @pytest.mark.parametrize("family", ["qwen2", "llama", "gemma2", "cohere", "granite"])
 def test_an_engine_in_chunks_computes_what_it_does_at_once(family, model_dir):

@@ -67,7 +67,6 @@ def generated(model, temperature=1.0):
 
 
 @pytest.mark.rows(1)
-@pytest.mark.rows(3)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adapters_change_nothing_at_first(family, dtype, model_dir):

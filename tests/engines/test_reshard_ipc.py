@@ -109,7 +109,6 @@ SPREAD = [
 
 
 @pytest.mark.rows(3)
-@pytest.mark.rows(8)
 @pytest.mark.parametrize("limit", [128, 1 << 20])
 @pytest.mark.parametrize("wanted", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("layout", "ranks", "replicas"), SPREAD)

@@ -33,7 +33,6 @@ def equal(world, path, shape, **options):
 
 
 @pytest.mark.rows(2)
-@pytest.mark.rows(3)
 @pytest.mark.parametrize(
     ("shape", "family", "options"),
     [

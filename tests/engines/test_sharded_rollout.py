@@ -14,7 +14,6 @@ def in_all(world, function, path, shape, *args):
 
 
 @pytest.mark.rows(2)
-@pytest.mark.rows(3)
 @pytest.mark.parametrize(
     ("shape", "family", "trained"),
     [
@@ -31,7 +30,6 @@ def test_tokens_are_those_of_one_rank(shape, family, trained, world, model_dir):
 
 
 @pytest.mark.rows(1)
-@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("shape", "family", "trained"),
     [
@@ -53,7 +51,6 @@ def test_pieces_on_a_pool_of_blocks_are_the_whole(world, model_dir):
 
 
 @pytest.mark.rows(1)
-@pytest.mark.rows(2)
 @pytest.mark.parametrize(
     ("shape", "trained", "count"),
     [

@@ -10,7 +10,7 @@ import itertools
 import os
 from collections import Counter
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from random import Random
 
 import hypothesis.strategies as st
@@ -49,19 +49,30 @@ MODES = (
 
 
 @cache
-def plans():
-    """Name and plan of every loop in every mode, in placements that take turns."""
+def cases():
+    """Every loop in every mode, in placements that take turns: a name, and what makes its plan."""
     found = []
-    cases = itertools.product(GRAPHS.items(), MODES, (None, "ray"))
+    modes_of = itertools.product(GRAPHS.items(), MODES, (None, "ray"))
     names = itertools.cycle(["three", *sorted(PLACEMENTS)])
-    for (title, make), said, backend in cases:
-        graph, name = make(), next(names)
-        mode = fitting(graph, PLACEMENTS[name]).model_copy(update=said)
-        options = {"backend": backend, "verified": False}
-        devices = cluster("cpu", mode.num_devices(), PLENTY)
-        plan = compile_plan(graph, mode, devices, **options).plan
-        found.append((f"{title} {name} {said} {backend}", plan))
+    for (title, make), said, backend in modes_of:
+        name = next(names)
+        label = f"{title} {name} {said} {backend}"
+        found.append((label, partial(compiled, make, name, said, backend)))
     return found
+
+
+def compiled(make, name, said, backend):
+    """The plan of a loop in a placement, with plenty of memory."""
+    graph = make()
+    mode = fitting(graph, PLACEMENTS[name]).model_copy(update=said)
+    devices = cluster("cpu", mode.num_devices(), PLENTY)
+    return compile_plan(graph, mode, devices, backend=backend, verified=False).plan
+
+
+@cache
+def plan_at(index):
+    """The plan of a case; each chunk of the seeds is of other ones."""
+    return cases()[index][1]()
 
 
 class Gated(FakeBackend):
@@ -139,7 +150,7 @@ def takes(plan, trip, reached, iteration):
 def check(index, seed):
     """What a seed tries on a plan: what runs follows from the gates, not from who was faster."""
     random = Random(seed)
-    plan = plans()[index][1]
+    plan = plan_at(index)
     end = random.randint(1, 5)
     barrier = random.randint(1, end + 1)
     reached = random_reached(seed)
@@ -170,12 +181,12 @@ def test_every_seed_keeps_the_invariants_and_runs_what_is_due(chunk):
     alone = os.environ.get("RLFLOW_SEED")
     seeds = [int(alone)] if alone else range(chunk, SEEDS, 4)
     for seed in seeds:
-        index = seed % len(plans())
+        index = seed % len(cases())
         try:
             check(index, seed)
         except (AssertionError, RuntimeError) as error:
             pytest.fail(
-                f"seed {seed}, plan {plans()[index][0]}: {error}\n"
+                f"seed {seed}, plan {cases()[index][0]}: {error}\n"
                 f"  again: RLFLOW_SEED={seed} pytest tests/runtime/test_fake_loops.py",
                 pytrace=False,
             )
@@ -183,7 +194,7 @@ def test_every_seed_keeps_the_invariants_and_runs_what_is_due(chunk):
 
 def test_seeds_try_every_number_of_trips():
     """Of a loop with at most 3 trips: iterations that make 1, 2 and 3, and ones that exhaust it."""
-    plan = next(plan for name, plan in plans() if name.startswith("plain"))
+    plan = plan_of("plain")
     gates = [a for a in plan.actions if a.trip is not None and a.trip.gate]
     made, short = Counter(), 0
     for seed in range(40):
@@ -193,7 +204,7 @@ def test_seeds_try_every_number_of_trips():
     assert {1, 2, 3} == set(made)
     assert min(made.values()) >= 4
     assert short >= 2
-    assert len(plans()) <= SEEDS
+    assert len(cases()) <= SEEDS
 
 
 @pytest.mark.slow
@@ -208,7 +219,7 @@ def test_plans_of_drawn_loops_keep_the_invariants(data, graph, seed):
 
 
 def plan_of(title):
-    return next(plan for name, plan in plans() if name.startswith(title))
+    return next(plan_at(at) for at, (name, _) in enumerate(cases()) if name.startswith(title))
 
 
 def watched(right, wrong, reached):
