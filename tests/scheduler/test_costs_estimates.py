@@ -307,7 +307,7 @@ def test_the_longest_row_of_all_ranks_ends_a_rollout() -> None:
     """One rank of 128 rows goes on until the longest of eight times as many has ended."""
     costs = costs_for(big())
     roof = costs.roofline(on(ALL), costs.shapes["actor"])
-    load = costs._load(costs.graph.node("actor.rollout"), 8, 1)
+    load = costs.load(costs.graph.node("actor.rollout"), 8)
 
     assert (128, 16, 8) == (load.rows, load.prompts, load.peers)
     assert roof.rollout(load) >= roof.rollout(replace(load, peers=1))

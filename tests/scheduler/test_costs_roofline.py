@@ -13,10 +13,10 @@ from rlflow.scheduler.costs.lengths import (
     ResponseLengths,
     attended_pairs,
     full_lengths,
-    fullest,
 )
 from rlflow.scheduler.costs.ranks.rank_memory import SUMMED
 from rlflow.scheduler.costs.roofline import Roofline
+from rlflow.scheduler.costs.rows.uneven import fullest
 from rlflow.scheduler.costs.serving import Serving
 from rlflow.scheduler.devices.cluster import Cluster, cpu_cluster
 from rlflow.scheduler.devices.collectives import ALONE, group_of

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import mul
-from statistics import NormalDist, fmean, pvariance
+from statistics import fmean, pvariance
 
 from rlflow.modelfiles.paging import MOST_ROWS
 from rlflow.scheduler.costs.rows.paged import PagedRows, paged_rows
@@ -38,8 +38,8 @@ MOST_SEEN = 2048
 class Stage:
     """`tokens` decoding steps with `live` rows of `age` tokens each in expectation.
 
-    `goes_on` is the probability that any row of any rank is still growing. `ended` is the share
-    of rows that is over, counted from when the last one has begun.
+    `goes_on` is the probability that any row of any rank is still growing, `alone` that any of one
+    rank is. `ended` is the share of rows that is over, counted from when the last one has begun.
     """
 
     age: float
@@ -47,6 +47,7 @@ class Stage:
     live: float
     goes_on: float
     ended: float
+    alone: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,8 @@ def _stages(lengths: ResponseLengths, rows: float, ranks: int) -> Iterator[Stage
         if goes_on < 1e-9:
             return
         live = max(rows * alive / goes_on, 1.0)
-        yield Stage(start + tokens / 2, tokens, live, goes_on, 1 - alive)
+        alone = _any_of(alive, rows)
+        yield Stage(start + tokens / 2, tokens, live, goes_on, 1 - alive, alone)
 
 
 def _crowded(lengths: ResponseLengths, rows: float, ranks: int, room: float) -> Iterator[Stage]:
@@ -189,15 +191,15 @@ def _crowded(lengths: ResponseLengths, rows: float, ranks: int, room: float) -> 
     while True:
         lately = begun[: -count - 1 : -1]  # Those that began last come first.
         live = sum(map(mul, lately, alive))
-        goes_on = 1.0
+        goes_on = alone = 1.0
         if waiting <= 0:
-            none_left = map(pow, ended_before, (many * ranks for many in lately))
-            goes_on = 1 - math.prod(none_left)
+            none_left = math.prod(map(pow, ended_before, lately))
+            goes_on, alone = 1 - none_left**ranks, 1 - none_left
             if goes_on < 1e-9:
                 return
         age = sum(map(mul, lately, aged)) * width / max(live, 1e-9)
         ended = 0.0 if waiting > 0 else 1 - live / rows
-        yield Stage(age, width, min(max(live / goes_on, 1.0), room), goes_on, ended)
+        yield Stage(age, width, min(max(live / goes_on, 1.0), room), goes_on, ended, alone)
         begun.append(min(sum(map(mul, lately, ending)), waiting))
         waiting -= begun[-1]
 
@@ -299,6 +301,7 @@ class Load:
     `peers` parts end together. Rows of a prompt share it. `most` are the rows that there may be,
     where `rows` is how many there are in expectation; `prompt` is the longest prompt, and `usual`
     the mean one where that is known to be shorter. Of a prompt's tokens some stand for `pictures`.
+    The mean part was `dealt` so many prompts before rows were cut into pieces; 0 is not known.
     """
 
     rows: float
@@ -309,6 +312,7 @@ class Load:
     most: float | None = None
     usual: float | None = None
     pictures: PictureTokens | None = None
+    dealt: float = 0.0
 
     @property
     def mean_prompt(self) -> float:
@@ -358,22 +362,6 @@ class Load:
         """The rows, each with so many tokens more in its prompt."""
         usual = None if self.usual is None else self.usual + more
         return replace(self, prompt=self.prompt + more, usual=usual)
-
-
-def fullest(load: Load) -> float:
-    """Tokens of the fullest of the parts that end together, over those of the mean part.
-
-    Rows are taken to be independent. The largest of p normal sums lies Blom's quantile above their
-    mean; of parts with k groups balancing leaves a kth of a kth of that, as a simulation of
-    the differencing method finds for 4 to 64 parts of 1 to 8 groups.
-    """
-    if load.peers < 2 or load.lengths.fixed:
-        return 1.0
-    rows = max(load.rows / max(load.prompts, 1.0), 1.0)
-    mean = load.lengths.mean + load.mean_prompt / rows
-    spread = math.sqrt(max(second_moment(load.lengths) - load.lengths.mean**2, 0.0))
-    above = NormalDist().inv_cdf((load.peers - 0.375) / (load.peers + 0.25))
-    return 1 + above * spread / mean / math.sqrt(rows) / max(load.prompts, 1.0) ** 2
 
 
 def attended_pairs(load: Load) -> float:

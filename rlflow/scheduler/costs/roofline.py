@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from rlflow.graph.placement import Recompute
 from rlflow.graph.rules.completion_order import ended_share
 from rlflow.modelfiles.chunks import WIDE_BYTES
-from rlflow.scheduler.costs.lengths import Load, attended_pairs, fullest, stages
+from rlflow.scheduler.costs.lengths import Load, attended_pairs, stages
 from rlflow.scheduler.costs.ranks.draft_turns import DraftTurn
 from rlflow.scheduler.costs.ranks.operators import operators
 from rlflow.scheduler.costs.ranks.tower_seconds import TowerSeconds
+from rlflow.scheduler.costs.rows.uneven import Step, fullest, slowest_replica
 from rlflow.scheduler.devices import efficiency
 from rlflow.scheduler.devices.collectives import ALONE
 from rlflow.scheduler.models.flops import product_sizes, recomputed_layers
@@ -28,9 +29,6 @@ KERNELS_PER_LAYER, BESIDE_LAYERS = 12, 2
 GRADIENT_COPIES = 4
 # Bytes that are read and written to make two moments wide and round them: 36 numbers for each.
 ROUNDED = 2 * 36 * 4
-
-# Seconds of a step of so many rows, each with so many tokens before.
-Step = Callable[[float, float], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,7 +271,8 @@ class Roofline(TowerSeconds):
             whole = replace(self, ep=ALONE, shard=ALONE, gathers=False)
             return self.gathered() + moved + whole.rollout(load, leg, legs, n)
         total = self.gathered() if self.gathers else 0.0
-        found = stages(load.lengths, load.rows, load.peers, self.at_once(load))
+        room = self.at_once(load)
+        found = stages(load.lengths, load.rows, load.peers, room)
         begins = 0 if self.turn is None else self.turn.begins(found)
         if not leg:
             for read in (self, None if begins else self.proposer):
@@ -282,10 +281,11 @@ class Roofline(TowerSeconds):
         # A group of n rows is complete with probability F^n where a row has ended with F.
         since, step = ended_share(leg, legs) ** (1 / n), self.stepping()
         until = 2.0 if leg + 1 == legs else ended_share(leg + 1, legs) ** (1 / n)
+        taken = [step(stage.live, load.mean_prompt + stage.age) for stage in found]
+        slower = 1.0 if self.on_cpu else slowest_replica(load, found, taken, step, room)
         for number, stage in enumerate(found):
             if since <= stage.ended < until:
-                taken = step(stage.live, load.mean_prompt + stage.age)
-                total += stage.tokens * stage.goes_on * taken
+                total += slower * stage.tokens * stage.goes_on * taken[number]
                 if number == begins and begins and self.proposer is not None:
                     left = load.with_prompt(int(stage.age))
                     left = replace(left, rows=stage.live, prompts=stage.live)

@@ -13,7 +13,8 @@ from rlflow.graph.graph import Node
 from rlflow.graph.roles import Drafted
 from rlflow.scheduler.context import Context
 from rlflow.scheduler.costs.lengths import Load
-from rlflow.scheduler.costs.roofline import Roofline, Step
+from rlflow.scheduler.costs.roofline import Roofline
+from rlflow.scheduler.costs.rows.uneven import Step
 from rlflow.scheduler.observed import work_parts
 from rlflow.scheduler.plan.plan import Plan
 from rlflow.scheduler.plan.text import duration

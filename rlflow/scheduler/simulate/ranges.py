@@ -16,9 +16,9 @@ from rlflow.graph.graph import Node
 from rlflow.graph.roles import SamplingOptions
 from rlflow.graph.rules.nesting import declared_name
 from rlflow.scheduler.costs.estimate import Costs
-from rlflow.scheduler.costs.lengths import fullest
 from rlflow.scheduler.costs.origins import origins
 from rlflow.scheduler.costs.pieces import piece_done
+from rlflow.scheduler.costs.rows.uneven import unbalanced
 from rlflow.scheduler.observed import work_parts
 from rlflow.scheduler.passes.order import periodic_problem
 from rlflow.scheduler.periodic.cycles import Arc, slowest_cycle
@@ -203,5 +203,5 @@ def _uneven(action: Action, plan: Plan, costs: Costs, seed: int) -> list[float]:
     node = plan.graph.node(str(action.node))
     if costs.cluster.is_cpu or node.op.use not in ("train", "forward"):
         return [1.0] * WORLDS
-    spread = math.log(fullest(costs.load(node, work_parts(plan, action), piece_done(action))))
+    spread = math.log(unbalanced(costs.load(node, work_parts(plan, action), piece_done(action))))
     return [math.exp(spread * value) for value in normal_draws("imbalance", seed)]

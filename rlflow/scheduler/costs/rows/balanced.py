@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from statistics import NormalDist
 from typing import Literal
 
 from rlflow.scheduler.costs.lengths import Load, ResponseLengths, Stage, full_lengths, length_grid
 from rlflow.scheduler.costs.roofline import Roofline
 from rlflow.scheduler.costs.rows.oversampled import fewer, first_stages
+from rlflow.scheduler.devices.efficiency import largest_normal
 
 # Sums of binomial probabilities are added up for so many rows in the mean; more are normal.
 FEW = 48
@@ -125,11 +125,6 @@ def hazard(lengths: ResponseLengths, stage: Stage, turns: float) -> float:
     """The share of rows that live in the middle of a stage and end within so many turns."""
     alive = lengths.survival(stage.age - 0.5)
     return 1 - lengths.survival(stage.age - 0.5 + turns) / alive if alive else 1.0
-
-
-def largest_normal(ranks: int) -> float:
-    """The expected largest of so many standard normal variables (Blom 1958)."""
-    return 0.0 if ranks < 2 else NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
 @lru_cache(maxsize=4096)

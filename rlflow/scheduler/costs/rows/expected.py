@@ -30,9 +30,11 @@ from rlflow.scheduler.costs.origins import Prompts, origins, response_tokens, se
 from rlflow.scheduler.costs.pieces import WHOLE, Piece
 from rlflow.scheduler.costs.rows.given import given_lengths
 from rlflow.scheduler.costs.rows.oversampled import of_complete, of_first
+from rlflow.scheduler.costs.rows.uneven import most_prompts
 from rlflow.scheduler.costs.sizes import Sizes
 from rlflow.scheduler.devices.measured import Record
 from rlflow.scheduler.models.prompts import PictureTokens, PromptTokens
+from rlflow.scheduler.plan.row_layout import deals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,8 +140,8 @@ class ExpectedRows(Sizes):
         The legs of a rollout have all rows; those of a rollout that goes on are prompts.
         """
         if node.op.use == "train" and not piece.groups:
-            return self._load(node, parts, mini_batches(node))
-        load = self._load(node, parts, 1 / (1 if piece.leg else piece.share))
+            return self._load(node, parts * mini_batches(node), parts)
+        load = self._load(node, parts, parts, 1.0 if piece.leg else piece.share)
         if (resumed := node.role(Resumed)) is not None:
             return load.going_on(resumed.first)
         if node.op.name == "act":
@@ -152,23 +154,30 @@ class ExpectedRows(Sizes):
             return replace(load, prompts=prompts, lengths=between(load.lengths, *piece.bounds))
         return load
 
-    def _load(self, node: Node, parts: int, cuts: float) -> Load:
-        """The rows of one part in one of so many cuts of an iteration; whole rows at least."""
+    def _load(self, node: Node, cuts: int, parts: int, share: float = 1.0) -> Load:
+        """The rows of one of so many cuts of an iteration, or a share of it; whole rows at least.
+
+        `parts` of them end together. Where those are engines of an accelerator, which decode what
+        they were dealt, it is the one with the most prompts.
+        """
         rows = self.rows(node)
         prompts = num_prompts(self.graph, node) or rows
         if node.role(Oversampled) is not None:
             rows, prompts = rows // prompts * self.begun(node), self.begun(node)
         prompts *= sample_pieces(node, prompts, parts)
         prompt, _ = self.tokens(node)
-        share = parts * cuts
+        dealt = most = prompts / cuts
+        if node.op.use == "rollout" and not (self.cluster.is_cpu or deals(node)):
+            most = float(most_prompts(dealt))
         return Load(
-            rows=max(rows / share, 1.0),
-            prompts=max(prompts / share, 1.0),
+            rows=max(rows / prompts * most * share, 1.0),
+            prompts=max(most * share, 1.0),
             prompt=prompt,
             lengths=self.lengths(node),
             peers=parts,
             usual=self.usual_prompt(node),
             pictures=self.pictures(node),
+            dealt=dealt,
         )
 
     def pictures(self, node: Node) -> PictureTokens | None:
