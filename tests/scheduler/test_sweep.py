@@ -9,9 +9,10 @@ import pytest
 
 from rlflow.cli.planning.sweeping import swept_kind, swept_sizes
 from rlflow.errors import Finding, PlanError, UsageError
-from rlflow.report.charts.sweep import sweep_picture
+from rlflow.report.charts.sweep import label_places, sweep_picture
 from rlflow.scheduler.devices.cluster import cpu_cluster
 from rlflow.scheduler.plan.period_range import Contest
+from rlflow.scheduler.search import sweep
 from rlflow.scheduler.search.families import placement_family
 from rlflow.scheduler.search.search import Tried
 from rlflow.scheduler.search.sweep import Crossover, sweep_sizes
@@ -58,9 +59,10 @@ def tuned(devices):
 def test_the_crossing_is_found_between_two_sizes():
     told = []
     found = sweep_sizes([8, 16, 32, 64, 128], tuned, "h100", told.append)
-    assert (Crossover(family="split", over="colocate", devices=96, before=88, times=1.0),) == (
-        replace(found.crossovers[0], times=1.0),
+    crossover = Crossover(
+        family="split", over="colocate", devices=96, before=88, times=1.0, told=False
     )
+    assert (crossover,) == (replace(found.crossovers[0], times=1.0),)
     assert found.crossovers[0].times == pytest.approx((640 / 96 + 2) / (720 / 96 + 1))
     assert [8, 16, 32, 64, 80, 88, 96, 128] == [size.devices for size in found.sizes]
     assert [80, 88, 96] == [size.devices for size in found.sizes if size.between]
@@ -94,6 +96,17 @@ def test_the_table_the_json_and_the_picture_have_all_sizes():
     assert all(word in svg for word in ("colocate", "split", "from 96", "Throughput"))
 
 
+def test_labels_of_near_crossings_are_below_each_other():
+    """Those from 128 to 200 devices would lie over each other, and that of 2048 has no room."""
+    pairs = [(16, 24), (120, 128), (176, 184), (192, 200), (1920, 2048)]
+    crossed = [
+        Crossover(family="split", over="hybrid", devices=b, before=a, times=1.1, told=True)
+        for a, b in pairs
+    ]
+    places = [(0, "left"), (0, "left"), (1, "left"), (2, "left"), (0, "right")]
+    assert places == label_places(crossed, [8, 16, 2048])
+
+
 def test_what_fits_nowhere_and_what_is_wrong_is_raised():
     with pytest.raises(PlanError, match="E240"):
         sweep_sizes([2, 4, 8], tuned, "h100", str)
@@ -121,6 +134,46 @@ def test_the_text_says_from_where_a_winner_is_told_apart():
         assert [f"colocate wins at every size; {told}"] == crossover_texts(
             replace(found, sizes=sizes)
         )
+
+
+def test_more_devices_are_no_worse_than_fewer_and_idle_ones_are_said():
+    """A search that finds less on 24 devices than on 16."""
+    found = sweep_sizes(
+        [16, 24, 32],
+        lambda n: tuned(16.5 if n == 24 else n) if n < 32 else tuned(12 + n),
+        "h100",
+        str,
+    )
+    periods = [size.families[size.winner].period for size in found.sizes]
+    assert periods == sorted(periods, reverse=True)
+
+
+def test_a_family_wins_where_that_is_more_than_what_is_uncertain(monkeypatch):
+    """From 96 devices on by the means, from 256 on by what is known; between nothing is said."""
+
+    def of(first, second, costs):
+        times = second.period / first.period
+        return Contest(times=times, low=times / costs, high=times * costs, wins=0.9)
+
+    monkeypatch.setattr(sweep, "contest_of", of)
+
+    def searched(devices):
+        return replace(tuned(devices), costs=1.3)
+
+    found = sweep_sizes([32, 64, 128, 512], searched, "h100", str)
+    (crossover,) = found.crossovers
+    times = [(640 / n + 2) / (720 / n + 1) for n in (crossover.before, crossover.devices)]
+    assert times[0] < 1.3 < times[1]
+    assert crossover.told
+    first, last = crossover_texts(found)
+    assert first == (
+        f"split wins from {crossover.devices} h100 on, 1.30x as fast as colocate there, by more"
+        f" than what is uncertain; not yet at {crossover.before}"
+    )
+    assert last.startswith("shortest, but within what is uncertain: split at 128, ")
+    assert (
+        "colocate leads; no other" in crossover_texts(sweep_sizes([32, 128], searched, "h", str))[0]
+    )
 
 
 def test_one_winner_is_said_to_win_everywhere():

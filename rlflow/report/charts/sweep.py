@@ -6,15 +6,19 @@ matplotlib is imported when it is used, with the Agg backend.
 from __future__ import annotations
 
 import io
+import math
+from collections.abc import Sequence
 from textwrap import fill
-from typing import Any
+from typing import Any, Literal
 
 from rlflow.report.charts.curves import PNG_DPI, STYLE, bare_svg
 from rlflow.report.charts.look import FAINT, INK, LINE, PALETTE, SOFT_INK
-from rlflow.scheduler.search.sweep import Sweep, SweepSize
+from rlflow.scheduler.search.sweep import Crossover, Sweep, SweepSize
 
 # Letters of the title that the figure has room for in a line.
 TITLE_WIDTH = 100
+# Points of a panel, and of a letter and the height of a label in it.
+PANEL_WIDTH, LETTER_WIDTH, LABEL_HEIGHT = 290, 4.4, 12
 
 
 def sweep_picture(sweep: Sweep, title: str, form: str, price: float | None = None) -> bytes:
@@ -84,6 +88,38 @@ def _costs(axes: Any, sizes: list[SweepSize], sweep: Sweep, price: float | None)
     _finished(axes, title, f"{unit} a million response tokens", sizes, sweep)
 
 
+def label_places(
+    crossovers: Sequence[Crossover], sizes: Sequence[int]
+) -> list[tuple[int, Literal["left", "right"]]]:
+    """Of each crossover's label the row from the top, and which of its ends is at the crossing.
+
+    The first row where it is beside the others; to the left where there is no room to the right.
+    """
+    octaves = math.log2(max(sizes) / min(sizes)) or 1.0
+    rows: list[list[tuple[float, float]]] = []
+    places: list[tuple[int, Literal["left", "right"]]] = []
+    for crossover in crossovers:
+        at = math.log2(_middle(crossover) / min(sizes)) / octaves * PANEL_WIDTH
+        wide = LETTER_WIDTH * len(_label(crossover))
+        side: Literal["left", "right"] = "left" if at + wide <= PANEL_WIDTH else "right"
+        start = at if side == "left" else at - wide
+        free = (all(start >= b or start + wide <= a for a, b in row) for row in rows)
+        row = next((number for number, is_free in enumerate(free) if is_free), len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append((start, start + wide))
+        places.append((row, side))
+    return places
+
+
+def _label(crossover: Crossover) -> str:
+    return f"{crossover.family} from {crossover.devices}"
+
+
+def _middle(crossover: Crossover) -> float:
+    return math.sqrt(crossover.before * crossover.devices)
+
+
 def _colours(sweep: Sweep) -> list[str]:
     return [PALETTE[place % len(PALETTE)] for place in range(len(sweep.families))]
 
@@ -120,20 +156,23 @@ def _finished(axes: Any, title: str, ylabel: str, sizes: list[SweepSize], sweep:
     axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_locator(NullLocator())
-    for crossover in sweep.crossovers:
-        middle = (crossover.before * crossover.devices) ** 0.5
+    places = label_places(sweep.crossovers, [size.devices for size in sizes])
+    for crossover, (row, side) in zip(sweep.crossovers, places, strict=True):
+        middle = _middle(crossover)
         axes.axvline(middle, color=FAINT, linewidth=0.9, linestyle=(0, (4, 3)))
         axes.annotate(
-            f"{crossover.family}\nfrom {crossover.devices}",
+            _label(crossover),
             (middle, 1),
             xycoords=("data", "axes fraction"),
             textcoords="offset points",
-            xytext=(4, -4),
+            xytext=(4 if side == "left" else -4, -4 - row * LABEL_HEIGHT),
             va="top",
+            ha=side,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
             fontsize=8.5,
             color=SOFT_INK,
         )
-    axes.margins(x=0.06, y=0.12)
+    axes.margins(x=0.06, y=0.12 + 0.08 * max((row for row, _ in places), default=0))
     axes.set_title(title, fontsize=11, loc="left")
     axes.set_xlabel(f"{sweep.kind} devices")
     axes.set_ylabel(ylabel)

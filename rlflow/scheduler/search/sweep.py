@@ -1,13 +1,13 @@
 """Placements over cluster sizes: the best of each family at each size, and where another wins.
 
-Families are those of `families.py`: colocated, split or hybrid, and how stale.
+Families are those of `families.py`: colocated, split or hybrid, and how stale. What was found for
+fewer devices may be placed on more of them, of which some are then idle.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlflow.errors import PlanError
@@ -21,6 +21,8 @@ SERVER = 8
 NOTHING_FITS = "E240"
 # Families that take at most so many times as long as the shortest are as good.
 HARDLY = 1.01
+# A placement of fewer devices is shorter where it takes less by more than what is rounded.
+LESS = 1 - 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +30,8 @@ class SweepSize:
     """What the search has found for so many devices: the best of each family, the best first.
 
     `refused` says why nothing fits, where nothing does. `between` marks a size that was tried to
-    find where another family wins.
+    find where another family wins. `leading` is the family that wins or was first to win at a
+    smaller size and that nothing since was told apart from.
     """
 
     devices: int
@@ -38,11 +41,16 @@ class SweepSize:
     between: bool = False
     contest: Contest | None = None
     """The winner beside the best of the next family, in many worlds; None on CPU devices."""
+    leading: str = ""
 
     @property
     def winner(self) -> str:
         """The family of the best placement; empty where nothing fits."""
         return next(iter(self.families), "")
+
+    def idle(self, family: str) -> int:
+        """Devices that the best placement of a family leaves without work."""
+        return self.devices - self.families[family].devices
 
     def samples_per_second(self, family: str) -> float:
         """Rows trained on, a second."""
@@ -61,7 +69,8 @@ class SweepSize:
 class Crossover:
     """Where the winner changes: `family` wins from `devices` on, by so many `times` there.
 
-    At `before` devices, the nearest smaller size that was tried, `over` wins.
+    It is told apart from `over` by more than what is uncertain, where that is known; at `before`
+    devices, the nearest smaller size that was tried, it is not.
     """
 
     family: str
@@ -69,6 +78,7 @@ class Crossover:
     devices: int
     before: int
     times: float
+    told: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +109,7 @@ class Sweep:
                     "devices": each.devices,
                     "before": each.before,
                     "times": each.times,
+                    "told": each.told,
                 }
                 for each in self.crossovers
             ],
@@ -114,71 +125,139 @@ def sweep_sizes(
     """
     found: dict[int, SweepSize] = {}
     error: PlanError | None = None
+    known = Contests()
 
-    def at(devices: int, *, between: bool = False) -> SweepSize:
+    def at(devices: int, *, between: bool = False) -> None:
         nonlocal error
-        if devices not in found:
-            told(f"{devices} {kind}")
-            try:
-                found[devices] = size_of(devices, tune(devices), between=between)
-            except PlanError as refused:
-                if refused.findings[0].code != NOTHING_FITS:
-                    raise
-                error = refused
-                what = refused.findings[0].what
-                found[devices] = SweepSize(devices=devices, families={}, refused=what)
-        return found[devices]
+        told(f"{devices} {kind}")
+        try:
+            tuned = tune(devices)
+            families = families_of(tuned)
+            found[devices] = SweepSize(
+                devices=devices, tuned=tuned, families=families, between=between
+            )
+        except PlanError as refused:
+            if refused.findings[0].code != NOTHING_FITS:
+                raise
+            error = refused
+            what = refused.findings[0].what
+            found[devices] = SweepSize(devices=devices, families={}, refused=what)
 
-    for devices in sizes:
+    for devices in sorted(set(sizes)):
         at(devices)
     if error is not None and not any(size.tuned for size in found.values()):
         raise error
-    asked = sorted(devices for devices, size in found.items() if size.tuned)
-    crossed = []
-    for before, after in itertools.pairwise(asked):
-        if found[before].winner != found[after].winner:
-            crossed.append(_crossover(before, after, lambda size: at(size, between=True)))
-    ordered = tuple(found[devices] for devices in sorted(found))
-    return Sweep(sizes=ordered, crossovers=tuple(crossed), kind=kind)
+    sweep = compared(found.values(), kind, known)
+    while (middle := _to_try(sweep)) is not None:
+        at(middle, between=True)
+        sweep = compared(found.values(), kind, known)
+    return sweep
 
 
-def size_of(devices: int, tuned: Tuned, *, between: bool = False) -> SweepSize:
-    """The best of each family among the placements that a search has found, the winner first.
-
-    Of families that take hardly longer than the shortest the winner is the least stale, then the
-    one of fewer pools.
-    """
+def families_of(tuned: Tuned) -> dict[str, Tried]:
+    """The best of each family among the placements that a search has found, the best first."""
     families: dict[str, Tried] = {}
-    ranked = sorted([*tuned.rows, *tuned.families], key=Tried.rank)
-    near = [tried for tried in ranked if tried.period <= HARDLY * ranked[0].period]
-    winner = min(near, key=lambda one: (one.plan.staleness, len(one.plan.pools), one.rank()))
-    for tried in (winner, *ranked):
+    for tried in sorted([*tuned.rows, *tuned.families], key=Tried.rank):
         families.setdefault(placement_family(tried), tried)
-    best = list(families.values())
+    return families
+
+
+class Contests(dict[tuple[int, int], Contest | None]):
+    """Pairs of placements world by world, each compared once."""
+
+    def of(self, first: Tried, second: Tried, tuned: Tuned) -> Contest | None:
+        """One beside the other; None where that is not known."""
+        pair = id(first), id(second)
+        if pair not in self:
+            costs = tuned.costs
+            self[pair] = None if costs is None else contest_of(first, second, costs)
+        return self[pair]
+
+
+def compared(sizes: Iterable[SweepSize], kind: str, known: Contests) -> Sweep:
+    """The sizes ascending, none worse than a smaller one, and where another family wins."""
+    ordered: list[SweepSize] = []
+    crossed: list[Crossover] = []
+    before: SweepSize | None = None
+    for size in sorted(sizes, key=lambda one: one.devices):
+        tuned = size.tuned
+        if tuned is None:
+            ordered.append(size)
+            continue
+        families = _won(_with_smaller(size, before), before)
+        found, contest = replace(size, families=families), None
+        if len(families) > 1:
+            first, second = list(families.values())[:2]
+            contest = known.of(first, second, tuned)
+        found = replace(found, contest=contest, leading=found.winner)
+        if before is not None and found.winner != before.leading:
+            crossover = _crossover(before, found, known)
+            if crossover is None:
+                found = replace(found, leading=before.leading)
+            else:
+                crossed.append(crossover)
+        ordered.append(found)
+        before = found
+    return Sweep(sizes=tuple(ordered), crossovers=tuple(crossed), kind=kind)
+
+
+def _with_smaller(size: SweepSize, before: SweepSize | None) -> dict[str, Tried]:
+    """The best of each family; of a smaller size, with devices left idle, where that is shorter."""
+    families = dict(size.families)
+    for name, tried in before.families.items() if before is not None else ():
+        own = families.get(name)
+        if own is None or tried.period < LESS * own.period:
+            families[name] = tried
+    return families
+
+
+def _won(families: Mapping[str, Tried], before: SweepSize | None) -> dict[str, Tried]:
+    """The families, the winner first.
+
+    Of those that take hardly longer than the shortest, and no longer than the winner of a smaller
+    size, it is the least stale, then the one of fewer pools.
+    """
+    ranked = sorted(families.items(), key=lambda pair: pair[1].rank())
+    most = HARDLY * ranked[0][1].period
+    if before is not None:
+        most = min(most, before.families[before.winner].period / LESS)
+    near = [pair for pair in ranked if pair[1].period <= most]
+    near.sort(key=lambda pair: (pair[1].plan.staleness, len(pair[1].plan.pools), pair[1].rank()))
+    return dict([near[0], *ranked])
+
+
+def _crossover(before: SweepSize, size: SweepSize, known: Contests) -> Crossover | None:
+    """That the winner is another than the one that led so far; None where they are as good."""
+    winner, other = size.families[size.winner], size.families.get(before.leading)
     contest = None
-    if len(best) > 1 and tuned.costs is not None:
-        contest = contest_of(best[0], best[1], tuned.costs)
-    return SweepSize(
-        devices=devices, tuned=tuned, families=families, between=between, contest=contest
+    if other is not None and size.tuned is not None:
+        contest = known.of(winner, other, size.tuned)
+        if contest is not None and not contest.told:
+            return None
+    return Crossover(
+        family=size.winner,
+        over=before.leading,
+        devices=size.devices,
+        before=before.devices,
+        times=1.0 if other is None else other.period / winner.period,
+        told=contest is not None,
     )
 
 
-def _crossover(before: int, after: int, at: Callable[[int], SweepSize]) -> Crossover:
-    """The smallest size that the later winner was found to win at, by halves."""
-    family = at(after).winner
-    step = SERVER if after - before > SERVER else 1
-    while after - before > step:
-        middle = (before + after) // 2 // step * step
-        if middle <= before:
-            middle = before + step
-        if at(middle).winner == family:
-            after = middle
-        else:
-            before = middle
-    first, over = at(after), at(before).winner
-    other = first.families.get(over)
-    times = other.period / first.families[family].period if other is not None else 1.0
-    return Crossover(family=family, over=over, devices=after, before=before, times=times)
+def _to_try(sweep: Sweep) -> int | None:
+    """A size half way to where another family wins, in whole servers; None where all are known.
+
+    Between two sizes that were asked for and are no server apart it is any.
+    """
+    tried = [size.devices for size in sweep.sizes]
+    asked = [size.devices for size in sweep.sizes if not size.between]
+    for after in (crossover.devices for crossover in sweep.crossovers):
+        before = max(devices for devices in tried if devices < after)
+        apart = min(n for n in asked if n >= after) - max(n for n in asked if n <= before)
+        step = SERVER if apart > SERVER else 1
+        if after - before > step:
+            return max((before + after) // 2 // step * step, before + step)
+    return None
 
 
 def _size_json(size: SweepSize, price: float | None) -> dict[str, Any]:

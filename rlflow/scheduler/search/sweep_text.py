@@ -36,7 +36,7 @@ def sweep_text(sweep: Sweep, name: str, price: float | None) -> str:
 def _row(size: SweepSize, price: float | None) -> tuple[str, ...]:
     family = size.winner
     best = size.families[family]
-    idle = idle_share(best.plan)
+    idle, idle_devices = idle_share(best.plan), size.idle(family)
     hours = size.hours_per_million(family)
     return (
         f"{size.devices}{' (between)' if size.between else ''}",
@@ -47,7 +47,7 @@ def _row(size: SweepSize, price: float | None) -> tuple[str, ...]:
         "?" if idle is None else f"{100 * idle:.0f} %",
         family,
         _over_next(size),
-        placed_text(best.plan),
+        placed_text(best.plan) + (f"; {idle_devices} idle" if idle_devices else ""),
     )
 
 
@@ -62,20 +62,36 @@ def _over_next(size: SweepSize) -> str:
 
 
 def crossover_texts(sweep: Sweep) -> list[str]:
-    """Where another family wins, a line each; one line where the same wins at every size."""
-    if not sweep.crossovers:
-        won = [size for size in sweep.sizes if size.winner]
-        return [f"{won[0].winner} wins at every size{_told(won)}"]
-    return [_crossed(crossover, sweep) for crossover in sweep.crossovers]
+    """Where another family wins, a line each; one line where the same wins at every size.
+
+    Sizes at which another one takes less, but by no more than what is uncertain, are a last line.
+    """
+    won = [size for size in sweep.sizes if size.winner]
+    near = [size for size in won if size.winner != size.leading]
+    lines = [_crossed(crossover, sweep) for crossover in sweep.crossovers]
+    if not lines:
+        first = won[0].winner
+        told = _told(won) if not near else "; no other is faster by more than what is uncertain"
+        lines = [f"{first} wins at every size{told}" if not near else f"{first} leads{told}"]
+    return [*lines, *([_not_told_apart(near)] if near else [])]
 
 
 def _crossed(found: Crossover, sweep: Sweep) -> str:
     text = f"{found.family} wins from {found.devices} {sweep.kind} on"
     if found.times > HARDLY:
         text += f", {found.times:.2f}x as fast as {found.over} there"
-    text += f"; {found.over} wins at {found.before}"
-    own = [s for s in sweep.sizes if s.devices >= found.devices and s.winner == found.family]
-    return text + _told(own)
+    if found.told:
+        return f"{text}, by more than what is uncertain; not yet at {found.before}"
+    return f"{text}; {found.over} wins at {found.before}"
+
+
+def _not_told_apart(near: Sequence[SweepSize]) -> str:
+    """Sizes at which another family takes less than the one that leads, but may not."""
+    families: dict[str, list[str]] = {}
+    for size in near:
+        families.setdefault(size.winner, []).append(str(size.devices))
+    found = [f"{name} at {', '.join(devices)}" for name, devices in families.items()]
+    return f"shortest, but within what is uncertain: {'; '.join(found)}"
 
 
 def _told(own: Sequence[SweepSize]) -> str:
