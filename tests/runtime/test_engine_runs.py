@@ -333,6 +333,24 @@ def test_engines_end_with_the_first_groups(tmp_path: Path, placement: str) -> No
 @real
 @pytest.mark.slow
 @pytest.mark.sglang
+@pytest.mark.extra
+def test_rows_move_between_the_engines_of_a_run(tmp_path: Path) -> None:
+    """A row that two engines have made in turn is one row, with the trainer's log-probs."""
+    folder = tmp_path / "run"
+    words = ("--placement", "pair", "--threads", 1, "--iterations", 2, "--run-dir", folder)
+    for setting in ("prompts_per_iteration=8", "max_new_tokens=60", "temperature=50", "balance=2"):
+        words = (*words, "--set", setting)
+    done = ended(process("run", FILE, *words, cwd=tmp_path, **{MARK: str(tmp_path)}), timeout=250)
+    assert 0 == done.code, done.err
+    found = metrics_of(folder)
+    assert sum(metrics["actor.rollout/moved"] for metrics in found) > 0
+    assert all(metrics["actor.update/rollout_gap_max"] < 1e-4 for metrics in found)
+    assert [] == left(tmp_path)
+
+
+@real
+@pytest.mark.slow
+@pytest.mark.sglang
 def test_groups_of_an_engine_flow_into_one_step(
     rlflow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -227,7 +227,8 @@ def _second_rollout(
         alike = draw(st.booleans())
         sampling = {"n": 2, "max_new_tokens": 4, "name": "probe", "ignore_eos": alike}
         first = draw(st.sampled_from([None, None, 1, 3])) if given is prompts else None
-        probe = ops.rollout(model, given, first_groups=first, **sampling)
+        every = draw(st.sampled_from([None, None, 2])) if given is prompts else None
+        probe = ops.rollout(model, given, first_groups=first, balance=every, **sampling)
         ops.metrics(centred(ops.reward(length, probe, name="lengths"), probe), name="probe.metrics")
 
 

@@ -11,7 +11,7 @@ import queue
 import time
 import zlib
 from array import array
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -136,7 +136,7 @@ class Played:
         engine = Engine(
             begin=self.begin, runs=lambda: True, stopped=lambda: self.aborted, abort=abort
         )
-        return InRounds(flight, engine).run()
+        return Counted(flight, engine).run()
 
 
 def flight_of(prompts, n):
@@ -202,6 +202,15 @@ def alternating():
     prompts = [[a, b] for a in range(1, 9) for b in range(1, 9)]
     prompts.sort(key=lambda prompt: len(whole(prompt)))
     return [prompt for pair in zip(prompts[-6:], prompts[:6], strict=True) for prompt in pair]
+
+
+class Counted(InRounds):
+    """Rows in flight that are counted whenever some may have moved."""
+
+    def _even(self, moving):
+        super()._even(moving)
+        live = Counter(home for home, over in zip(self.home, self.over, strict=True) if not over)
+        assert [live[part] for part in range(self.rows.replicas)] == self.dealing.live
 
 
 @pytest.fixture
