@@ -32,6 +32,16 @@ time.sleep(300)
 """
 
 
+LAST = """
+import os, sys
+from rlflow.runtime.ray.cluster.process_lifetime import last_words
+with last_words("told"):
+    if sys.argv[1] == "within":
+        os._exit(1)
+os._exit(1)
+"""
+
+
 def gone_within(seconds, pid):
     end = time.monotonic() + seconds
     while reaper.parent_of(pid) is not None and time.monotonic() < end:
@@ -113,3 +123,15 @@ def test_a_reaper_that_was_killed_is_stood_in_for(start, tmp_path):
     assert ours.finish(20)
 
     assert -9 == marked.wait(timeout=10)
+
+
+@pytest.mark.parametrize(("when", "said"), [("within", b"told"), ("after", b"")])
+def test_last_words_are_said_for_a_process_that_ends_without_its_own(when, said):
+    done = subprocess.run(
+        [sys.executable, "-c", LAST, when],
+        capture_output=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=60,
+    )
+    assert (1, said) == (done.returncode, done.stderr)

@@ -1,4 +1,4 @@
-"""How processes share the fate of those that started them: signals of the kernel, and a reaper.
+"""How processes share the fate of those that started them: by the kernel, a reaper, last words.
 
 Works on Linux; elsewhere Ray's own means have to do. Knows processes and files, no cluster.
 """
@@ -12,12 +12,19 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from rlflow.runtime.ray.cluster import reaper
 
 PR_SET_PDEATHSIG = 1
 LINUX = sys.platform == "linux"
+OVER = b"\0"
+# Says what comes on its standard input, unless that ends with OVER.
+SAYING = (
+    "import sys; said = sys.stdin.buffer.read(); "
+    f"said.endswith({OVER!r}) or sys.stderr.buffer.write(said)"
+)
 
 
 def die_with_parent() -> None:
@@ -37,6 +44,30 @@ def die_with_parent() -> None:
 def session_processes(session: str, directory: Path | None = None) -> set[int]:
     """Processes on this machine that belong to a session; none where that cannot be known."""
     return reaper.processes(session, directory) if LINUX else set()
+
+
+@contextlib.contextmanager
+def last_words(text: str) -> Iterator[None]:
+    """Have another process say `text` on standard error should this one end within, by any means.
+
+    Ray ends a process by `_exit` whose own part of the cluster dies while it connects, so that
+    nothing here is asked.
+    """
+    with subprocess.Popen(  # noqa: S603  our own line
+        [sys.executable, "-I", "-S", "-c", SAYING],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        bufsize=0,
+        start_new_session=True,
+    ) as other:
+        assert other.stdin is not None
+        with contextlib.suppress(OSError):
+            other.stdin.write(text.encode())
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                other.stdin.write(OVER)
 
 
 class Reaper:

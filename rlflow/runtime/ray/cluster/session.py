@@ -28,7 +28,7 @@ from rlflow.runtime.ray.cluster import alive, clusters
 from rlflow.runtime.ray.cluster.causes import cause_of
 from rlflow.runtime.ray.cluster.environment import ray_settings, variables
 from rlflow.runtime.ray.cluster.joining import listens, require_head
-from rlflow.runtime.ray.cluster.process_lifetime import Reaper
+from rlflow.runtime.ray.cluster.process_lifetime import Reaper, last_words
 from rlflow.runtime.ray.places import address_key
 from rlflow.runtime.record.stages import stage
 
@@ -40,6 +40,10 @@ PROBES = 3
 # Who has set it has a head that keeps what it knows on disk, and comes back: it is waited for.
 PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 LONGEST_AWAY = 600.0
+ENDED = (
+    "this process ended while it connected: it was killed, or Ray ended it as a process of its "
+    "cluster had died"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +140,7 @@ class Session:
             address = str(self.address)
             self._keeper = Keeper(lambda: clusters.connect(address))
         self._settings.enter_context(ray_settings(settings))
-        with variables(marks):
+        with variables(marks), last_words(self._refusal(ENDED).render() + "\n"):
             self._keeper.begin(self._refusal, seconds)
         _restore_signals()
 
