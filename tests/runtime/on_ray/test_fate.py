@@ -34,8 +34,8 @@ time.sleep(300)
 
 LAST = """
 import os, sys
-from rlflow.runtime.ray.cluster.process_lifetime import last_words
-with last_words("told"):
+from rlflow.runtime.ray.cluster.process_lifetime import a_word_if_gone
+with a_word_if_gone("told"):
     if sys.argv[1] == "within":
         os._exit(1)
 os._exit(1)

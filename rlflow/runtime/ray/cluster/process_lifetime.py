@@ -47,7 +47,7 @@ def session_processes(session: str, directory: Path | None = None) -> set[int]:
 
 
 @contextlib.contextmanager
-def last_words(text: str) -> Iterator[None]:
+def a_word_if_gone(text: str) -> Iterator[None]:
     """Have another process say `text` on standard error should this one end within, by any means.
 
     Ray ends a process by `_exit` whose own part of the cluster dies while it connects, so that

@@ -28,7 +28,7 @@ from rlflow.runtime.ray.cluster import alive, clusters
 from rlflow.runtime.ray.cluster.causes import cause_of
 from rlflow.runtime.ray.cluster.environment import ray_settings, variables
 from rlflow.runtime.ray.cluster.joining import listens, require_head
-from rlflow.runtime.ray.cluster.process_lifetime import Reaper, last_words
+from rlflow.runtime.ray.cluster.process_lifetime import Reaper, a_word_if_gone
 from rlflow.runtime.ray.places import address_key
 from rlflow.runtime.record.stages import stage
 
@@ -140,7 +140,7 @@ class Session:
             address = str(self.address)
             self._keeper = Keeper(lambda: clusters.connect(address))
         self._settings.enter_context(ray_settings(settings))
-        with variables(marks), last_words(self._refusal(ENDED).render() + "\n"):
+        with variables(marks), a_word_if_gone(self._refusal(ENDED).render() + "\n"):
             self._keeper.begin(self._refusal, seconds)
         _restore_signals()
 
