@@ -36,6 +36,8 @@ from typing import Any
 SHORT_LIST = 16
 # Letters of a name that files and directories are called by; a file system takes 255.
 LONGEST_NAME = 100
+# Letters of a line of a user's file, and of the message of an error that is not ours.
+LONGEST_LINE, LONGEST_MESSAGE = 400, 4_000
 # What a terminal obeys instead of showing: control characters but for tab and end of line, marks
 # that turn the direction of text, other ends of lines, and halves of letters.
 OBEYED = re.compile(
@@ -72,7 +74,8 @@ class Finding:
         what, *more = printable(self.what).splitlines() or [""]
         rows = [f"error[{self.code}]: {what}", *(f"  {'':<12} {line}" for line in more)]
         if self.where is not None:
-            rows.append(printable(f"  {self.where}   {self.where.text}".rstrip()))
+            line = printable(f"  {self.where}   {self.where.text}".rstrip())
+            rows.append(line[:LONGEST_LINE])
         parts = (
             ("got", self.got),
             ("expected", self.expected),
@@ -93,6 +96,29 @@ def printable(text: str) -> str:
     Ends of lines and tabs stay. Text that is printable is the same.
     """
     return OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def described(error: BaseException) -> str:
+    """The class and the message of an error of others: what is too long of it is cut.
+
+    A message is made by code of theirs, which may fail as well.
+    """
+    kind = type(error).__name__
+    try:
+        said = str(error)
+    except BaseException as other:
+        return f"{kind}, whose message cannot be told ({type(other).__name__})"
+    more = len(said) - LONGEST_MESSAGE
+    said = said if more <= 0 else f"{said[:LONGEST_MESSAGE]}... ({more:,} more letters)"
+    return f"{kind}: {said}" if said else kind
+
+
+def shown(value: object, most: int = 40) -> str:
+    """The first letters of how a value of others shows itself, or its class where it cannot."""
+    try:
+        return repr(value)[:most]
+    except BaseException:
+        return f"a value of class {type(value).__name__}"
 
 
 class RlflowError(Exception):

@@ -1,6 +1,7 @@
 """Where a user's file belongs: its package, its own modules, and how they are pickled.
 
-Knows files and modules; nothing of pipelines or of what is done with them.
+And how its code is kept from ending the process that calls it. Knows files and modules; nothing
+of pipelines or of what is done with them.
 """
 
 from __future__ import annotations
@@ -8,14 +9,21 @@ from __future__ import annotations
 import builtins
 import importlib
 import io
+import os
 import sys
+import threading
 from collections import ChainMap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 OWN = Path(__file__).resolve().parent
 INSTALLED = {"site-packages", "dist-packages"}
+_REAL = os._exit
+_LOCK = threading.Lock()
+_INSIDE: set[tuple[int, int]] = set()
 OF_THE_IMPORT = {"__builtins__", "__cached__", "__loader__", "__spec__"}
 
 
@@ -92,3 +100,34 @@ def _module(module: ModuleType) -> tuple[Any, ...]:
 
 def _filled(module: ModuleType, held: dict[str, Any]) -> None:
     vars(module).update(held, __builtins__=builtins)
+
+
+@contextmanager
+def kept_alive() -> Iterator[None]:
+    """Have `os._exit` raise SystemExit where this thread calls it: a failure of that call alone.
+
+    It would end a run without a word, and with code 0 as if it were done. In a forked copy and in
+    other threads it does what it always did; a copy that comes back from here ends, for there is
+    one run. What C code ends, it ends.
+    """
+    me = (os.getpid(), threading.get_ident())
+    with _LOCK:
+        again = me in _INSIDE
+        _INSIDE.add(me)
+        os._exit = _exit
+    try:
+        yield
+    finally:
+        if os.getpid() != me[0]:
+            _REAL(int(sys.exc_info()[0] is not None))
+        with _LOCK:
+            if not again:
+                _INSIDE.discard(me)
+            if not _INSIDE:
+                os._exit = _REAL
+
+
+def _exit(status: int) -> NoReturn:
+    if (os.getpid(), threading.get_ident()) in _INSIDE:
+        raise SystemExit(f"os._exit({status})")
+    _REAL(status)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 
@@ -112,6 +113,47 @@ def test_a_file_that_exits(rlflow, here):
     result = rlflow("check", "mine.py")
     assert 2 == result.code
     assert "error[E307]: mine.py does not import: SystemExit: 0\n  mine.py:8" in result.err
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("__import__('os')._exit(0)", "SystemExit: os._exit(0)"),
+        ("raise GeneratorExit", "GeneratorExit"),
+        ("raise type('Odd', (BaseException,), {})", "Odd"),
+        ("raise ValueError('x' * 10**7)", "x... (9,996,000 more letters)"),
+    ],
+)
+def test_a_file_that_raises_what_nobody_catches(rlflow, here, line, said):
+    rewrite(here, "def judge", f"{line}\n\ndef judge")
+    result = rlflow("check", "mine.py")
+    assert 2 == result.code
+    assert result.err.startswith("error[E307]: mine.py does not import: ")
+    assert f"{said}\n  mine.py:8" in result.err
+    assert len(result.err) < 5000
+
+
+def test_what_the_system_refuses_is_no_bug(rlflow, here, monkeypatch):
+    """A name that is too long wherever a file is named; no memory; a full disk under the output."""
+    long = "x" * 300
+    for words in (
+        ("check", f"{long}.py"),
+        ("plan", "mine.py", "--placement", f"{long}.py"),
+        ("plan", "mine.py", "-o", f"{long}.json"),
+        ("plan", "mine.py", "--lengths", f"{long}.json"),
+        ("watch", long),
+    ):
+        result = rlflow(*words)
+        assert 2 == result.code, result.err
+        assert result.err.startswith(f"error[E705]: cannot reach {long[:100]}: the name is too")
+
+    for error, code in ((MemoryError(), "E768"), (OSError(errno.ENOSPC, "full"), "E701")):
+
+        def raises(*arguments, told=error, **options):
+            raise told
+
+        monkeypatch.setattr("rlflow.cli.commands.check_all", raises)
+        assert f"error[{code}]" in rlflow("check", "mine.py").err
 
 
 def test_no_pipeline(rlflow, here):

@@ -57,7 +57,7 @@ def run(program, preexec_fn=listening):
 
 
 @pytest.mark.rows(3)
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 @pytest.mark.parametrize(
     ("program", "said"),
     [
@@ -92,3 +92,47 @@ def test_who_ignores_ctrl_c_from_its_start_goes_on_to_ignore_it():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     assert (0, "goes on\n") == run(program, preexec_fn=ignoring)[:2]
+
+
+def test_a_command_that_was_started_without_streams_gives_none_of_them_to_a_file():
+    """What is opened next would be standard output, and what is printed would go into it."""
+    program = f"""
+import os, sys
+sys.argv[0] = "/usr/bin/rlflow"
+exec(open({str(ROOT / "rlflow/cli/shell/early.py")!r}).read())
+file = os.open({str(ROOT / "LICENSE")!r}, os.O_RDONLY)
+print("nobody hears this", flush=True)
+sys.stderr.write("nor this")
+os._exit(file)
+"""
+    words = ["sh", "-c", 'exec "$0" -S -c "$1" <&- >&- 2>&-', sys.executable, program]
+
+    assert 3 == subprocess.run(words, check=False).returncode
+
+
+def test_what_standard_error_does_not_take_is_no_error_of_a_command():
+    program = f"""
+import os, sys
+sys.argv[0] = "/usr/bin/rlflow"
+exec(open({str(ROOT / "rlflow/cli/shell/early.py")!r}).read())
+sys.stderr.write("x" * 10**6 + "\\n")
+print("goes on")
+"""
+    words = ["sh", "-c", 'exec "$0" -S -c "$1" 2>/dev/full', sys.executable, program]
+    done = subprocess.run(words, check=False, stdout=subprocess.PIPE)
+
+    assert (0, b"goes on\n") == (done.returncode, done.stdout)
+
+
+def test_a_thread_that_never_ends_does_not_hold_a_command():
+    program = (
+        COMMAND
+        + """
+import threading
+from rlflow.cli.shell import leaving
+leaving.PATIENCE = 0.1
+threading.Thread(target=threading.Event().wait, name="mine").start()
+leave(3)
+"""
+    )
+    assert (3, "", "warning: ended without thread mine, after 0.1 s\n") == run(program)

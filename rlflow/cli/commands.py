@@ -39,6 +39,7 @@ from rlflow.scheduler.plan.text import table
 from rlflow.scheduler.search.engines import made_by
 from rlflow.scheduler.search.remedies import with_remedies
 from rlflow.scheduler.simulate.overlap import overlapping
+from rlflow.userfiles import kept_alive
 
 NOTHING = "Nothing was started."
 
@@ -119,10 +120,11 @@ def _declared(target: Target) -> Declared:
     pipeline = load_pipeline(target.pipeline)
     config = target.config or make_config(pipeline.config, target.settings)
     try:
-        graph = pipeline.trace(config)
-    except RlflowError:
+        with kept_alive():
+            graph = pipeline.trace(config)
+    except (RlflowError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # SystemExit and classes of one's own beside Exception too
         raise trace_error(pipeline, error) from None
     if target.model_shape:
         graph = with_shapes(graph, target.model_shape)

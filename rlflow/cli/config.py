@@ -26,13 +26,14 @@ from rlflow.errors import (
     RlflowError,
     Source,
     UsageError,
+    described,
     known_names,
     near_names,
 )
 from rlflow.graph.pipeline import MODULE, Pipeline, validation_findings
 from rlflow.graph.placement import Placement
 from rlflow.graph.source import raised_at
-from rlflow.userfiles import package_of
+from rlflow.userfiles import kept_alive, package_of
 
 
 def load_pipeline(target: str | Pipeline) -> Pipeline:
@@ -107,7 +108,7 @@ def _import(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     try:
-        with _first(root):
+        with kept_alive(), _first(root):
             if package:
                 _import_package(package, path)
             with _first(path.resolve().parent):
@@ -117,11 +118,13 @@ def _import(path: Path) -> ModuleType:
     except ValidationError as error:
         where = _where(path, error)
         raise UsageError(*validation_findings(error, "E301", where=where)) from None
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit and classes of one's own beside Exception too
         raise UsageError(
             Finding(
                 code="E307",
-                what=f"{path} does not import: {type(error).__name__}: {error}",
+                what=f"{path} does not import: {described(error)}",
                 where=_where(path, error),
                 got=own_traceback(path, error),
                 fix=_no_parent(path, error) if not package else "",
@@ -193,7 +196,8 @@ def _where(path: Path, error: BaseException) -> Source:
 
 def _no_file(path: Path) -> Finding:
     folder = path.parent
-    names = [entry.name for entry in folder.glob("*.py")] if folder.is_dir() else []
+    found = folder.glob("*.py") if folder.is_dir() else ()
+    names = [entry.name for entry in found if entry.is_file()]
     near = tuple(str(folder / name) for name in near_names(path.name, names))
     return Finding(
         code="E306",
@@ -229,7 +233,7 @@ def trace_error(pipeline: Pipeline, error: BaseException) -> GraphError:
     return GraphError(
         Finding(
             code="E308",
-            what=f"pipeline {pipeline.name!r} raised {type(error).__name__}: {error}",
+            what=f"pipeline {pipeline.name!r} raised {described(error)}",
             where=_where(path, error),
             got=own_traceback(path, error),
         ),

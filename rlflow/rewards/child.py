@@ -18,6 +18,8 @@ import threading
 import traceback
 from typing import Any, BinaryIO, NoReturn
 
+from rlflow.errors import described
+
 HEADER = 8
 PR_SET_PDEATHSIG = 1
 # Letters of a printed line that travel: the parent holds no more of a function that never ends one.
@@ -128,7 +130,7 @@ def _raised(number: int, error: BaseException) -> bytes:
         pickle.loads(body)  # noqa: S301  made here
         return body
     except Exception:
-        told = RuntimeError(f"{type(error).__name__}: {error}")
+        told = RuntimeError(described(error))
         return pickle.dumps((number, False, told))
 
 

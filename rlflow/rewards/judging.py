@@ -8,24 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
-from rlflow.errors import RlflowError
+from rlflow.errors import RlflowError, described, shown
 from rlflow.rewards.bounds import CONCURRENCY, PLAIN, Bounds, Unscorable, is_async
 from rlflow.rewards.workers import Packed, WorkerLost, Workers, packed_function, workers
+from rlflow.userfiles import kept_alive
 
 Cause = Literal["raised", "timeout", "not a number", "lost"]
 Function = Callable[..., Any]
-
-_REAL = os._exit
-_LOCK = threading.Lock()
-_INSIDE: set[tuple[int, int]] = set()
 
 LARGEST = 3.4028234663852886e38  # of float32
 
@@ -78,11 +73,11 @@ def judge(
 def number(value: Any) -> float:
     """A reward as a float; raises ValueError for text, None and what float32 cannot hold."""
     if isinstance(value, str | bytes) or value is None:
-        raise ValueError(f"returned {value!r:.40}")
+        raise ValueError(f"returned {shown(value)}")
     try:
         found = float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"returned {value!r:.40}: {error}") from None
+    except Exception as error:  # what a class of others makes of itself may raise anything
+        raise ValueError(f"returned {shown(value)}: {described(error)}") from None
     if not math.isfinite(found):
         raise ValueError(f"returned {found}")
     if abs(found) > LARGEST:
@@ -104,7 +99,7 @@ def _in_order(
 
 def _kept(keep: Callable[[Any], Any], call: Callable[[], Any]) -> Any:
     try:
-        with _no_exit():
+        with kept_alive():
             value = call()
     except RlflowError:
         raise
@@ -113,7 +108,7 @@ def _kept(keep: Callable[[Any], Any], call: Callable[[], Any]) -> Any:
         if threading.current_thread() is threading.main_thread():
             raise
         return failure_of(error)
-    except (Exception, SystemExit, GeneratorExit) as error:
+    except BaseException as error:  # SystemExit and classes of one's own beside Exception too
         return failure_of(error)
     try:
         return keep(value)
@@ -124,11 +119,11 @@ def _kept(keep: Callable[[Any], Any], call: Callable[[], Any]) -> Any:
 def failure_of(error: BaseException, seconds: float | None = None) -> Failure:
     """A failure for what a call raised; `seconds` is its time limit."""
     if isinstance(error, TimeoutError):
-        late = f"no answer within {seconds:g} s" if seconds is not None else str(error)
-        return Failure(cause="timeout", problem=late or "timed out", error=error)
+        late = f"no answer within {seconds:g} s" if seconds is not None else described(error)
+        return Failure(cause="timeout", problem=late, error=error)
     if isinstance(error, WorkerLost):
         return Failure(cause="lost", problem=str(error), error=error)
-    return Failure(cause="raised", problem=f"{type(error).__name__}: {error}", error=error)
+    return Failure(cause="raised", problem=described(error), error=error)
 
 
 def _again(value: Any) -> bool:
@@ -200,7 +195,9 @@ async def _attempt(
         raise
     except TimeoutError as error:
         return failure_of(error, seconds if pool is not None else None)
-    except (Exception, SystemExit, asyncio.CancelledError) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         return failure_of(error)
     return _kept(keep, lambda: value)
 
@@ -209,12 +206,14 @@ async def _awaited(function: Function, sample: Mapping[str, Any]) -> Any:
     """The function's answer; what would end the event loop must not reach it as itself."""
     try:
         return await function(**sample)
-    except (SystemExit, GeneratorExit) as error:
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
-    except KeyboardInterrupt as error:
-        if threading.current_thread() is threading.main_thread():
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as error:
+        # Ctrl-C comes to the main thread alone: elsewhere the function has raised it.
+        pressed = threading.current_thread() is threading.main_thread()
+        if isinstance(error, KeyboardInterrupt) and pressed:
             raise
-        raise RuntimeError("KeyboardInterrupt") from error
+        raise RuntimeError(described(error)) from error
 
 
 def _run(made: Any) -> _Judged:
@@ -222,14 +221,14 @@ def _run(made: Any) -> _Judged:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        with _no_exit():
+        with kept_alive():
             judged: _Judged = asyncio.run(made)
         return judged
     found: list[_Judged | BaseException] = []
 
     def beside() -> None:
         try:
-            with _no_exit():
+            with kept_alive():
                 found.append(asyncio.run(made))
         except BaseException as error:
             found.append(error)
@@ -241,31 +240,3 @@ def _run(made: Any) -> _Judged:
     if isinstance(outcome, BaseException):
         raise outcome
     return outcome
-
-
-@contextmanager
-def _no_exit() -> Iterator[None]:
-    """Have `os._exit` raise SystemExit where this thread calls it: a failure of that call alone.
-
-    It would end a run without a word, and with code 0 as if it were done. In a forked copy and in
-    other threads it does what it always did. What C code ends, it ends.
-    """
-    me = (os.getpid(), threading.get_ident())
-    with _LOCK:
-        again = me in _INSIDE
-        _INSIDE.add(me)
-        os._exit = _exit
-    try:
-        yield
-    finally:
-        with _LOCK:
-            if not again:
-                _INSIDE.discard(me)
-            if not _INSIDE:
-                os._exit = _REAL
-
-
-def _exit(status: int) -> NoReturn:
-    if (os.getpid(), threading.get_ident()) in _INSIDE:
-        raise SystemExit(f"os._exit({status})")
-    _REAL(status)

@@ -1,6 +1,7 @@
 """How a run is told to stop by signals, and in how many seconds it has to be over.
 
-The first Ctrl-C or SIGTERM lets what has begun end, the second does not. A scheduler that takes the
+The first Ctrl-C or SIGTERM lets what has begun end, the second does not; so does SIGHUP, of a
+terminal that is closed, however often it comes. A scheduler that takes the
 machine away sends SIGTERM once and SIGKILL some seconds later: `grace` are those seconds, in which
 the run saves what it has done, or else ends with its last checkpoint before it is killed.
 """
@@ -51,6 +52,8 @@ class Stopping:
         def on_signal(number: int, frame: FrameType | None) -> None:
             if self.preempted and number == signal.SIGTERM:
                 return  # schedulers repeat themselves
+            if self.asked and number == signal.SIGHUP:
+                return  # a shell and the kernel both send it
             if not self.asked:
                 self.ask(executor, within=self._grace if number == signal.SIGTERM else None)
                 return
@@ -66,6 +69,8 @@ class Stopping:
             raise GraceOver
 
         handled = {signal.SIGINT: on_signal, signal.SIGTERM: on_signal}
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as `nohup` has it
+            handled[signal.SIGHUP] = on_signal
         if self._grace is not None:
             handled[signal.SIGALRM] = on_alarm
         previous = {number: signal.signal(number, does) for number, does in handled.items()}

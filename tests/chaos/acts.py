@@ -33,6 +33,8 @@ MemoryError_ = raises(MemoryError())
 SystemExit_ = raises(SystemExit(0))
 KeyboardInterrupt_ = raises(KeyboardInterrupt())
 GeneratorExit_ = raises(GeneratorExit())
+beside_Exception = raises(type("Odd", (BaseException,), {})("bad"))
+without_words = raises(type("Mute", (Exception,), {"__str__": property()})())
 FORGED = "\x1b[2J\x1b]0;mine\x07\rerror[E999]: forged\nerror[E999]: forged\x85error[E999]: forged"
 forges_an_error = raises(ValueError(FORGED))
 not_a_number = returns(float("nan"))
@@ -100,6 +102,12 @@ def leaves_a_child(value: float) -> float:
     """A grandchild in a session of its own, and then a hang: both are to be gone."""
     subprocess.Popen(["sleep", "600"], start_new_session=True)
     time.sleep(600)
+    return value
+
+
+def forks(value: float) -> float:
+    """A copy of the whole process comes back as well."""
+    os.fork()
     return value
 
 

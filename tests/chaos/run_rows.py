@@ -410,6 +410,13 @@ def run_rows() -> Iterator[Row]:
                     expect="continues",
                     inject=partial(signalled, name, times, phase),
                 )
+    for times in (1, 2):
+        yield Row(
+            id=f"K6 SIGHUP {times} rollout",
+            fault=f"SIGHUP, {times} times, in rollout",
+            expect="continues",
+            inject=partial(signalled, "SIGHUP", times, "rollout"),
+        )
     for how in ("loop", "with"):
         yield Row(
             id=f"K6 program {how}",
@@ -480,6 +487,7 @@ def disk_rows() -> Iterator[Row]:
 
 
 RAISES = ("ValueError_", "MemoryError_", "SystemExit_", "KeyboardInterrupt_", "GeneratorExit_")
+ODD = ("beside_Exception", "without_words")
 VALUES = ("not_a_number", "infinite", "too_large", "beyond_float32", "nothing", "text")
 HANGS = ("sleeps", "spins", "reads_input", "waits_for_itself")
 # What only a process of its own bounds.
@@ -494,7 +502,7 @@ def reward_rows() -> Iterator[Row]:
         fault = f"a reward: {said}{way}"
         return Row(id=f"{kind} {said}{way}", fault=fault, expect=expect, inject=inject)  # type: ignore[arg-type]
 
-    for name in (*RAISES, "recurses", "exits_0", "exits_3"):
+    for name in (*RAISES, *ODD, "recurses", "exits_0", "exits_3"):
         yield row("R1", name, "error", partial(acted, name, "E640", ()), "")
     for name in (*VALUES, "complex_number", "several"):
         yield row("R3", name, "error", partial(acted, name, "E640", ()), "")
@@ -508,5 +516,5 @@ def reward_rows() -> Iterator[Row]:
         yield row("R6", name, "error", partial(acted, name, "E640", LIMIT), ", timeout=")
     for name, number in (("crashes", signal.SIGSEGV), ("is_killed", signal.SIGKILL)):
         yield row("K7", name, "continues", partial(ends_the_process, name, number), "")
-    for name in ("prints_much", "disturbs", "forges_lines"):
+    for name in ("prints_much", "disturbs", "forges_lines", "forks"):
         yield row("R5", name, "goes on", partial(changes_nothing, name), "")

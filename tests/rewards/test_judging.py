@@ -57,6 +57,55 @@ def test_what_is_none(value, problem):
     assert problem in str(caught.value)
 
 
+class Unsayable(Exception):
+    """Neither shown, told nor a number: whatever it is asked for, it raises."""
+
+    def __str__(self):
+        raise RuntimeError
+
+    __repr__ = __float__ = __str__
+
+
+def test_what_cannot_even_be_told_is_told_by_its_class():
+    def function(place):
+        raise Unsayable
+
+    for judged in (judge(function, samples(1)), judge(awaiting(Unsayable), samples(1))):
+        assert "Unsayable, whose message cannot be told (RuntimeError)" in judged.values[0].problem
+    judged = judge(lambda place: KeyError_(), samples(1))
+    assert "returned a value of class KeyError_: KeyError: 'no'" == judged.values[0].problem
+
+
+class KeyError_:
+    """A number that is none, by an error that is no TypeError."""
+
+    def __float__(self):
+        raise KeyError("no")
+
+    def __repr__(self):
+        raise KeyError("no")
+
+
+def awaiting(kind):
+    async def function(place):
+        raise kind
+
+    return function
+
+
+def test_a_copy_that_a_function_forks_and_that_comes_back_ends(tmp_path):
+    def function(place):
+        copy = os.fork()
+        if copy:
+            os.waitpid(copy, 0)
+        return 1.0
+
+    judge(function, samples(1))
+    with (tmp_path / "back").open("a") as file:  # by this process alone
+        file.write("once")
+    assert "once" == (tmp_path / "back").read_text()
+
+
 # --- in order -------------------------------------------------------------------------------
 
 
@@ -71,8 +120,12 @@ def test_values_come_in_the_order_of_the_samples():
     assert [0, 1, 2] == called
 
 
+class Odd(BaseException):
+    """No Exception, as some libraries have for what nobody should catch."""
+
+
 @pytest.mark.parametrize(
-    "kind", [ValueError, SystemExit, RecursionError, MemoryError, GeneratorExit]
+    "kind", [ValueError, SystemExit, RecursionError, MemoryError, GeneratorExit, Odd]
 )
 def test_whatever_a_function_raises_is_a_failure_of_its_sample(kind):
     def function(place):

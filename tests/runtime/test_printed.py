@@ -123,6 +123,15 @@ def test_the_log_is_made_with_the_first_line_and_told_once(tmp_path):
     assert 1 == len(told)
 
 
+def test_a_disk_that_takes_no_line_is_no_error_of_the_function_that_prints(tmp_path):
+    told = []
+    log = PrintedLog(tmp_path / "gone" / "printed.txt", told.append)
+    for _ in range(3):
+        log.keep(("reward", "a line"))
+    assert 2 == len(told)
+    assert "what functions print is not kept any more: " in told[1]
+
+
 PIPELINE = """
 import rlflow as rf
 from rlflow import ops

@@ -97,6 +97,26 @@ def test_run_in_use_names_its_process(tmp_path):
         assert tmp_path / "a" == RunDir.view(tmp_path / "a").path
 
 
+def test_a_forked_copy_does_not_hold_the_run(tmp_path):
+    """A daemon that a reward function starts would keep it from being continued."""
+    begun, begins = os.pipe()
+    end, ends = os.pipe()
+    with create(tmp_path / "a"):
+        copy = os.fork()
+        if copy == 0:
+            os.close(ends)
+            os.write(begins, b"!")
+            os.read(end, 1)
+            os._exit(0)
+        os.read(begun, 1)
+    try:
+        RunDir.open(tmp_path / "a").close()
+    finally:
+        for each in (begun, begins, end, ends):
+            os.close(each)
+        os.waitpid(copy, 0)
+
+
 def test_two_processes_cannot_share_a_run(tmp_path):
     code = (
         "import sys, pathlib\nfrom rlflow.runtime.record.rundir import RunDir\n"

@@ -1,15 +1,25 @@
-"""What a signal does to the command `rlflow` while it is imported: it ends, with 130, at once.
+"""What the command `rlflow` needs before it is imported: an end by signals, and three streams.
 
-Imported first of all, for without it the process would die of the signal. A program that imports
-rlflow keeps its own ways.
+A signal ends it at once, with 130; without this it would die of the signal. Where it was started
+with a stream closed, the next file that is opened, the lock of a run perhaps, would be that stream:
+it leads to nowhere instead. What standard error does not take, of a terminal that is gone or a disk
+that is full, is lost, and is no error of the command; nor are results that nobody reads, after
+`| head`. A program that imports rlflow keeps its own
+ways.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
+from collections.abc import Callable
 from types import FrameType
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 STOPPED = 130
 
@@ -25,8 +35,58 @@ def _end(number: int, frame: FrameType | None) -> None:
     os._exit(STOPPED)
 
 
+class _Heard(io.FileIO):
+    """A descriptor that takes what nobody hears: what it does not take by `lost` is no error."""
+
+    lost: type[OSError] = OSError
+
+    def write(self, data: Buffer, /) -> int:
+        try:
+            return super().write(data) or 0
+        except self.lost:
+            return memoryview(data).nbytes
+
+
+class _Read(_Heard):
+    """One of results: that nobody reads them any further is no error, that they are lost is."""
+
+    lost = BrokenPipeError
+
+
+def _open_streams() -> None:
+    """Have descriptors 0, 1 and 2 be open, and the streams that belong to the last two."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest that is free: this one
+    sys.stdout = _stream(_Read(1, "w", closefd=False), like=sys.stdout)
+    sys.stderr = _stream(_Heard(2, "w", closefd=False), like=sys.stderr)
+
+
+def _stream(raw: io.FileIO, like: TextIO | None) -> TextIO:
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw),
+        encoding=getattr(like, "encoding", "utf-8"),
+        errors=getattr(like, "errors", "backslashreplace"),
+        line_buffering=raw.fileno() == 2 or raw.isatty(),
+    )
+
+
+# What stops a command. SIGHUP is of a terminal that is closed.
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def on_stops(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Handle what stops a command, but for what this process ignores from its start.
+
+    A shell has what it starts in the background ignore Ctrl-C, and `nohup` SIGHUP: that stays.
+    """
+    for number in STOPS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
 if _is_command():
-    signal.signal(signal.SIGTERM, _end)
-    # A shell has what it starts in the background ignore Ctrl-C: that stays.
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, _end)
+    on_stops(_end)
+    _open_streams()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
 
-from rlflow.cli.shell.early import STOPPED
+from rlflow.cli.shell.early import STOPPED, on_stops
 
 # Seconds for what is registered to run at the end, before the process ends in any case.
 PATIENCE = 10.0
@@ -38,11 +37,11 @@ _signals = _Signals()
 
 
 def stop_on_signals() -> None:
-    """Have Ctrl-C and SIGTERM stop a command: the first raises KeyboardInterrupt.
+    """Have Ctrl-C, SIGTERM and SIGHUP stop a command: the first raises KeyboardInterrupt.
 
     One more, while it cleans up, changes nothing; the third ends the process as it is.
     """
-    _handle(_stop)
+    on_stops(_stop)
 
 
 @contextlib.contextmanager
@@ -75,10 +74,10 @@ def leave(ended: str | int | None) -> NoReturn:
         if _signals.come >= AT_ONCE:
             os._exit(code)
 
-    _handle(hurry)
-    if any(thread.daemon for thread in _others()):
-        last = threading.Timer(PATIENCE, os._exit, (code,))
-        last.daemon = True
+    on_stops(hurry)
+    last = threading.Timer(PATIENCE, _leave_behind, (code,))
+    last.daemon = True
+    with contextlib.suppress(RuntimeError):  # no thread can be started any more
         last.start()
     for thread in _others():
         if not thread.daemon:
@@ -86,7 +85,18 @@ def leave(ended: str | int | None) -> NoReturn:
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
-            stream.flush()
+            if stream is not None:  # a user's file has taken it away
+                stream.flush()
+    os._exit(code)
+
+
+def _leave_behind(code: int) -> NoReturn:
+    """End the process with its exit code, and say which threads it has not waited for."""
+    left = {each for each in _others() if not each.daemon} - {threading.main_thread()}
+    names = ", ".join(sorted(each.name for each in left))
+    waited = f"thread {names}" if names else "what is registered to run at the end"
+    with contextlib.suppress(OSError):
+        os.write(2, f"warning: ended without {waited}, after {PATIENCE:g} s\n".encode())
     os._exit(code)
 
 
@@ -98,13 +108,6 @@ def _stop(number: int, frame: FrameType | None) -> None:
         os._exit(STOPPED)
     if _signals.come == 1:
         raise KeyboardInterrupt
-
-
-def _handle(handler: Callable[[int, FrameType | None], None]) -> None:
-    """Handle both signals by one function; who ignores Ctrl-C from its start goes on to."""
-    signal.signal(signal.SIGTERM, handler)
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, handler)
 
 
 def _others() -> list[threading.Thread]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from rlflow.batch import is_ragged, split_rows, strings, text
 from rlflow.contract.progress import advance
 from rlflow.contract.values import Stat
-from rlflow.errors import Finding, RewardError
+from rlflow.errors import Finding, RewardError, described, shown
 from rlflow.ops.bodies.common import inputs_of, num_rows, row_numbers
 from rlflow.ops.bodies.stats import max_of, mean_of, min_of, std_of
 from rlflow.ops.body import Call, Output
@@ -230,7 +230,10 @@ class _Scorer:
         """One call for all rows; a failure of the call is one of each row."""
 
         def listed(values: Any) -> list[Any]:
-            found = list(values)
+            try:
+                found = list(values)
+            except Exception as error:  # what is iterated may be a function of theirs
+                raise ValueError(f"returned {shown(values)}: {described(error)}") from None
             if len(found) != len(places):
                 raise ValueError(f"{len(found)} rewards for {len(places)} samples")
             return found
@@ -279,13 +282,13 @@ def _broken(
 ) -> RewardError:
     name = getattr(function, "__qualname__", repr(function))
     at = "" if index is None else f" on sample {index} of iteration {call.iteration}"
-    shown = [f"{key}: {value!r:.{SHOWN}}" for key, value in sample.items()]
+    values = [f"{key}: {shown(value, SHOWN)}" for key, value in sample.items()]
     return RewardError(
         Finding(
             code="E640",
             what=f"reward {name}{at}: {problem}",
             where=call.where,
-            got="\n".join(shown),
+            got="\n".join(values),
             expected="one finite number per sample",
         )
     )

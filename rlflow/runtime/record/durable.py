@@ -339,6 +339,12 @@ _DISK_ERRORS = {
     errno.EACCES: ("E703", "permission denied", "ls -ld {path}"),
     errno.EPERM: ("E703", "operation not permitted", "ls -ld {path}"),
     errno.EEXIST: ("E706", "something of that name is in the way", "ls -ld {path}"),
+    errno.EISDIR: ("E706", "a directory is where a file should be", "ls -ld {path}"),
+    errno.ENOENT: ("E705", "there is no such file or directory", "ls -ld {path}"),
+    errno.ENAMETOOLONG: ("E705", "the name is too long", "ls {path}"),
+    errno.ELOOP: ("E705", "links lead back to themselves", "namei -l {path}"),
+    errno.EMFILE: ("E705", "this process has too many open files", "ulimit -n"),
+    errno.ENFILE: ("E705", "the machine has too many open files", "sysctl fs.file-nr"),
     errno.ENOTDIR: ("E706", "a file is where a directory should be", "ls -ld {path}"),
     errno.EROFS: ("E704", "the file system is read-only", "findmnt -T {path}"),
 }

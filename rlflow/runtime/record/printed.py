@@ -152,23 +152,23 @@ class PrintedLog:
         self._path = path
         self._told = told
         self._lock = threading.Lock()
-        self._full = False
+        self._first, self._full = True, False
 
     def keep(self, line: Line) -> None:
         """Append a line; the first one of a run is told, and the last that there is room for."""
         action, text = line
         with self._lock:
-            if self._told is not _nobody:
+            if self._first:
                 self._told(f"what functions print is in {self._path}")
-                self._told = _nobody
+                self._first = False
             if self._full:
                 return
-            with open_private(self._path) as file:
-                file.write(f"{action or '?'}: {printable(text)}\n")
-                self._full = file.tell() > LARGEST
-                if self._full:
-                    file.write(f"?: more than {LARGEST:,} bytes: what follows is not kept\n")
-
-
-def _nobody(text: str) -> None:
-    return None
+            try:
+                with open_private(self._path) as file:
+                    file.write(f"{action or '?'}: {printable(text)}\n")
+                    self._full = file.tell() > LARGEST
+                    if self._full:
+                        file.write(f"?: more than {LARGEST:,} bytes: what follows is not kept\n")
+            except OSError as error:  # a full disk is no error of the function that prints
+                self._full = True
+                self._told(f"what functions print is not kept any more: {error}")

@@ -46,6 +46,8 @@ RUNS = Path("runs")
 PEAKS_FILE = "peaks.json"
 RUN_FILE = "run.json"
 LOCK_FILE = "lock"
+# Descriptors of locks of this process, which a forked copy would hold as long as it lives.
+_LOCKS: set[int] = set()
 FILE_POINTS = register_atomic_faults("rundir:file")
 
 
@@ -132,7 +134,9 @@ class RunDir:
     def close(self) -> None:
         """Release the lock; safe to repeat."""
         if self._lock is not None:
-            os.close(self._lock)
+            _LOCKS.discard(self._lock)
+            with contextlib.suppress(OSError):  # a function of a user's has closed it
+                os.close(self._lock)
             self._lock = None
 
     def remove(self) -> None:
@@ -297,7 +301,19 @@ def _lock(path: Path) -> int:
         raise
     os.ftruncate(descriptor, 0)
     os.write(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
+    _LOCKS.add(descriptor)
     return descriptor
+
+
+def _close_locks() -> None:
+    """In a copy of this process: the locks are the run's alone."""
+    for descriptor in _LOCKS:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    _LOCKS.clear()
+
+
+os.register_at_fork(after_in_child=_close_locks)
 
 
 def _in_use(path: Path) -> RunDirError:
