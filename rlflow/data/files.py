@@ -239,6 +239,8 @@ def _located(path: str, found: Path | None, declared: Source | None) -> Path:
         raise DataError(missing_file(path, near, declared))
     if at.is_dir():
         raise unreadable(at, IsADirectoryError("it is a folder"), declared)
+    if not at.is_file():  # which would be read for ever, or once
+        raise unreadable(at, OSError("it is a pipe or a device"), declared)
     return at
 
 

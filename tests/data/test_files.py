@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -132,6 +133,14 @@ def test_a_missing_file(kind, folder):
         _ = getattr(data, kind)("trian").columns
     with pytest.raises(DataError, match="E601"):
         source.rows()
+
+
+@either
+@pytest.mark.timeout(20)
+def test_a_pipe(kind, folder):
+    os.mkfifo(folder / "data")
+
+    assert "it is a pipe or a device" in message(getattr(data, kind)("data"))
 
 
 @either

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 
 import pytest
@@ -32,6 +33,15 @@ def test_a_link_in_the_place_of_a_file_is_refused(run, tmp_path, name, how):
     assert "error[E715]" in str(caught.value)
     assert name in str(caught.value)
     assert "precious" == outside.read_text()
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_in_the_place_of_a_file_is_refused(run):
+    """Whoever opens it waits for whoever writes into it."""
+    os.mkfifo(run.path / "spans" / "main.jsonl")
+
+    with pytest.raises(RunDirError, match="E715"):
+        RunDir.view(run.path)
 
 
 def test_a_folder_that_is_a_link_is_refused_and_the_run_itself_may_be_one(run, tmp_path):
