@@ -98,7 +98,7 @@ def printable(text: str) -> str:
     return OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
-def described(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """The class and the message of an error of others: what is too long of it is cut.
 
     A message is made by code of theirs, which may fail as well.
@@ -113,7 +113,7 @@ def described(error: BaseException) -> str:
     return f"{kind}: {said}" if said else kind
 
 
-def shown(value: object, most: int = 40) -> str:
+def value_text(value: object, most: int = 40) -> str:
     """The first letters of how a value of others shows itself, or its class where it cannot."""
     try:
         return repr(value)[:most]

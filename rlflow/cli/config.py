@@ -26,7 +26,7 @@ from rlflow.errors import (
     RlflowError,
     Source,
     UsageError,
-    described,
+    error_text,
     known_names,
     near_names,
 )
@@ -124,7 +124,7 @@ def _import(path: Path) -> ModuleType:
         raise UsageError(
             Finding(
                 code="E307",
-                what=f"{path} does not import: {described(error)}",
+                what=f"{path} does not import: {error_text(error)}",
                 where=_where(path, error),
                 got=own_traceback(path, error),
                 fix=_no_parent(path, error) if not package else "",
@@ -233,7 +233,7 @@ def trace_error(pipeline: Pipeline, error: BaseException) -> GraphError:
     return GraphError(
         Finding(
             code="E308",
-            what=f"pipeline {pipeline.name!r} raised {described(error)}",
+            what=f"pipeline {pipeline.name!r} raised {error_text(error)}",
             where=_where(path, error),
             got=own_traceback(path, error),
         ),

@@ -7,7 +7,6 @@ codes: 0 done, 1 failed, 2 usage, 3 graph, 4 plan, 70 a bug in rlflow, 130 inter
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 import tempfile
@@ -50,18 +49,12 @@ from rlflow.cli.shell.values import typed_files
 from rlflow.cli.stages.replay import replay_update
 from rlflow.cli.tracing.command import trace
 from rlflow.errors import (
-    LONGEST_NAME,
-    Finding,
     RlflowError,
-    RunError,
-    UsageError,
-    described,
+    error_text,
     printable,
 )
 
 BUG = 70
-# What a device says that takes no more: of standard output, for one.
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE}
 
 EXAMPLES = """\b
 Examples:
@@ -345,36 +338,13 @@ def run_command() -> None:
     except SystemExit:
         raise
     except BaseException as error:  # also what is no Exception, of a user's file
+        from rlflow.runtime.refusals import refusal
+
         told = refusal(error)
         if told is None:
             raise SystemExit(bug(error)) from None
         click.echo(painted(told.render()), err=True)
         raise SystemExit(told.exit_code) from None
-
-
-def refusal(error: BaseException) -> RlflowError | None:
-    """What the system refused, in our words: memory, or a file; None for what else is raised.
-
-    The last to be asked: who knows what a file is for says more.
-    """
-    from rlflow.runtime.record.durable import disk_errors
-
-    if isinstance(error, MemoryError):
-        what = "no memory is left on this machine, or of what this process may have"
-        return RunError(Finding(code="E768", what=what, fix="free -h; ulimit -v"))
-    if not isinstance(error, OSError):
-        return None
-    said, what, folder = error.filename, "write the output", Path()
-    if isinstance(said, str | bytes):
-        file = Path(os.fsdecode(said))
-        what, folder = f"reach {str(file)[:LONGEST_NAME]}", file.parent
-    elif error.errno not in FULL:
-        return None
-    try:
-        with disk_errors(UsageError, what, folder):
-            raise error
-    except UsageError as told:
-        return told
 
 
 def painted(text: str) -> str:
@@ -395,7 +365,7 @@ def bug(error: BaseException) -> int:
         kept = log.name
     except OSError:  # no temporary directory, or one that is full
         kept = f"\n{printable(trace)}"
-    said = printable(described(error)).replace("\n", "\n  ")
+    said = printable(error_text(error)).replace("\n", "\n  ")
     click.echo(f"error[E900]: a bug in rlflow: {said}", err=True)
     click.echo(f"  traceback    {kept}\n  please report it with that traceback", err=True)
     return BUG

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from rlflow.data.paths import declared_here
 from rlflow.envs.base import Environment, Step
-from rlflow.errors import Finding, UsageError, described, known_names
+from rlflow.errors import Finding, UsageError, error_text, known_names
 from rlflow.rewards.judging import number
 from rlflow.rewards.workers import packed_function
 
@@ -88,7 +88,7 @@ class ToolEnvironment(Environment):
         try:
             result = _run(*self._called(call))
         except Exception as error:
-            result = f"error: {described(error)}"
+            result = f"error: {error_text(error)}"
         return self.answer.replace("{result}", _text(result))
 
     def _called(self, call: re.Match[str]) -> tuple[Tool, Any]:

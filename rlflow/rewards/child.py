@@ -18,7 +18,7 @@ import threading
 import traceback
 from typing import Any, BinaryIO, NoReturn
 
-from rlflow.errors import described
+from rlflow.errors import error_text
 
 HEADER = 8
 PR_SET_PDEATHSIG = 1
@@ -130,7 +130,7 @@ def _raised(number: int, error: BaseException) -> bytes:
         pickle.loads(body)  # noqa: S301  made here
         return body
     except Exception:
-        told = RuntimeError(described(error))
+        told = RuntimeError(error_text(error))
         return pickle.dumps((number, False, told))
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rlflow.errors import RlflowError, described, shown
+from rlflow.errors import RlflowError, error_text, value_text
 from rlflow.rewards.bounds import CONCURRENCY, PLAIN, Bounds, Unscorable, is_async
 from rlflow.rewards.workers import Packed, WorkerLost, Workers, packed_function, workers
 from rlflow.userfiles import kept_alive
@@ -73,11 +73,11 @@ def judge(
 def number(value: Any) -> float:
     """A reward as a float; raises ValueError for text, None and what float32 cannot hold."""
     if isinstance(value, str | bytes) or value is None:
-        raise ValueError(f"returned {shown(value)}")
+        raise ValueError(f"returned {value_text(value)}")
     try:
         found = float(value)
     except Exception as error:  # what a class of others makes of itself may raise anything
-        raise ValueError(f"returned {shown(value)}: {described(error)}") from None
+        raise ValueError(f"returned {value_text(value)}: {error_text(error)}") from None
     if not math.isfinite(found):
         raise ValueError(f"returned {found}")
     if abs(found) > LARGEST:
@@ -119,11 +119,11 @@ def _kept(keep: Callable[[Any], Any], call: Callable[[], Any]) -> Any:
 def failure_of(error: BaseException, seconds: float | None = None) -> Failure:
     """A failure for what a call raised; `seconds` is its time limit."""
     if isinstance(error, TimeoutError):
-        late = f"no answer within {seconds:g} s" if seconds is not None else described(error)
+        late = f"no answer within {seconds:g} s" if seconds is not None else error_text(error)
         return Failure(cause="timeout", problem=late, error=error)
     if isinstance(error, WorkerLost):
         return Failure(cause="lost", problem=str(error), error=error)
-    return Failure(cause="raised", problem=described(error), error=error)
+    return Failure(cause="raised", problem=error_text(error), error=error)
 
 
 def _again(value: Any) -> bool:
@@ -213,7 +213,7 @@ async def _awaited(function: Function, sample: Mapping[str, Any]) -> Any:
         pressed = threading.current_thread() is threading.main_thread()
         if isinstance(error, KeyboardInterrupt) and pressed:
             raise
-        raise RuntimeError(described(error)) from error
+        raise RuntimeError(error_text(error)) from error
 
 
 def _run(made: Any) -> _Judged:

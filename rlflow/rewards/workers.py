@@ -28,7 +28,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rlflow.errors import Finding, RewardError, described
+from rlflow.errors import Finding, RewardError, error_text
 from rlflow.userfiles import dumped, own_modules
 
 START = 60.0
@@ -247,7 +247,7 @@ def _not_packed(function: Callable[..., Any], error: Exception) -> Finding:
     return Finding(
         code="E654",
         what=f"function {name!r} cannot be sent to a process of its own, which timeout= asks for",
-        got=described(error),
+        got=error_text(error),
         expected="a function whose globals and closure can be pickled",
         fix="make locks, clients and open files inside of the function",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
-from rlflow.errors import Finding, RlflowError, RunError, described, printable
+from rlflow.errors import Finding, RlflowError, RunError, error_text, printable
 from rlflow.runtime.execute.executor import Completion
 from rlflow.runtime.record.checkpoint import set_aside
 from rlflow.runtime.record.durable import disk_errors, open_private
@@ -48,7 +48,7 @@ def last_words(error: Exception, log: Path, resume_line: str, said: str = "") ->
         error = _of_the_disk(error, log.parent)
     if isinstance(error, RlflowError):
         return type(error)(*error.findings, summary=f"{error.summary}\n{ways}".strip())
-    return RunError(Finding(code="E751", what=described(error)), summary=ways)
+    return RunError(Finding(code="E751", what=error_text(error)), summary=ways)
 
 
 def _of_the_disk(error: OSError, path: Path) -> Exception:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from rlflow.contract.progress import Progress, following
-from rlflow.errors import Finding, RunError, described
+from rlflow.errors import Finding, RunError, error_text
 from rlflow.runtime.execute.deadlines import Allowance, Deadlines, unwatched
 from rlflow.runtime.execute.executor import TICK, Completion
 from rlflow.runtime.execute.stats import logged
@@ -353,7 +353,7 @@ def _of_a_thread(action: Action, error: BaseException) -> Exception:
     """What an action raised, as an error: in this thread nobody presses Ctrl-C."""
     if isinstance(error, Exception):
         return error
-    what = f"{action.id} raised {described(error)}"
+    what = f"{action.id} raised {error_text(error)}"
     return RunError(
         Finding(code="E751", what=what, expected="an exception that is an error, Exception")
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 from rlflow.batch import Batch, flat, is_ragged, lengths, pad, ragged_rows
 from rlflow.contract.tokenizers import Messages, Tokenizer
 from rlflow.data import Chat
-from rlflow.errors import Finding, RunError, described
+from rlflow.errors import Finding, RunError, error_text
 from rlflow.ops.body import Call, ModelInUse
 
 MASK = "response_mask"
@@ -141,7 +141,7 @@ def _through_template(
                 code="E290",
                 what=f"{call.node}: the chat template does not take a prompt",
                 where=chat.declared or call.where,
-                got=f"{described(error)}\n{_said(messages)!r:.160}",
+                got=f"{error_text(error)}\n{_said(messages)!r:.160}",
             )
         ) from error
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rlflow.batch import flat, is_ragged, strings
 from rlflow.contract.values import Stat
-from rlflow.errors import Finding, RunError, described
+from rlflow.errors import Finding, RunError, error_text
 from rlflow.graph.callables import name_of
 from rlflow.ops.bodies.common import inputs_of
 from rlflow.ops.bodies.reward import python_rows
@@ -42,7 +42,7 @@ def metrics(call: Call) -> Output:
         raise RunError(
             Finding(
                 code="E641",
-                what=f"metrics {name_of(function)}: {described(error)}",
+                what=f"metrics {name_of(function)}: {error_text(error)}",
                 where=call.where,
                 expected="a dict of names and numbers",
             )
@@ -94,7 +94,7 @@ def _answer(call: Call, response: str) -> str | None:
             return found
         problem = f"it returned {type(found).__name__}"
     except Exception as error:
-        problem = described(error)
+        problem = error_text(error)
     raise RunError(
         Finding(
             code="E363",

@@ -21,7 +21,7 @@ from torch import Tensor
 from rlflow.batch import is_ragged, split_rows, strings, text
 from rlflow.contract.progress import advance
 from rlflow.contract.values import Stat
-from rlflow.errors import Finding, RewardError, described, shown
+from rlflow.errors import Finding, RewardError, error_text, value_text
 from rlflow.ops.bodies.common import inputs_of, num_rows, row_numbers
 from rlflow.ops.bodies.stats import max_of, mean_of, min_of, std_of
 from rlflow.ops.body import Call, Output
@@ -233,7 +233,7 @@ class _Scorer:
             try:
                 found = list(values)
             except Exception as error:  # what is iterated may be a function of theirs
-                raise ValueError(f"returned {shown(values)}: {described(error)}") from None
+                raise ValueError(f"returned {value_text(values)}: {error_text(error)}") from None
             if len(found) != len(places):
                 raise ValueError(f"{len(found)} rewards for {len(places)} samples")
             return found
@@ -282,7 +282,7 @@ def _broken(
 ) -> RewardError:
     name = getattr(function, "__qualname__", repr(function))
     at = "" if index is None else f" on sample {index} of iteration {call.iteration}"
-    values = [f"{key}: {shown(value, SHOWN)}" for key, value in sample.items()]
+    values = [f"{key}: {value_text(value, SHOWN)}" for key, value in sample.items()]
     return RewardError(
         Finding(
             code="E640",

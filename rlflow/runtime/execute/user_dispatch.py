@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.errors import Finding, RunError, Source, described
+from rlflow.errors import Finding, RunError, Source, error_text
 from rlflow.graph.user.dispatch import Pair
 
 Rows = NDArray[np.int64]
@@ -76,7 +76,7 @@ class Asked:
         try:
             returned = getattr(self.pair, role)(*arguments)
         except Exception as error:
-            problem = f"raised {described(error)}"
+            problem = f"raised {error_text(error)}"
             raise self._refused(role, problem) from error
         try:
             found = [np.array(list(part)) for part in returned]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlflow.errors import Finding, RlflowError, RunError, described
+from rlflow.errors import Finding, RlflowError, RunError, error_text
 from rlflow.runtime.record.lines.clock import clock
 from rlflow.runtime.record.printed import Line, collected
 
@@ -128,5 +128,5 @@ def failed(error: Exception) -> Failed:
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, RlflowError):
         return Failed(error=(type(error), error.findings, error.summary), trace=trace)
-    what = described(error)
+    what = error_text(error)
     return Failed(error=(RunError, (Finding(code="E751", what=what),), ""), trace=trace)

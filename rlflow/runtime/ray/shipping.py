@@ -14,7 +14,7 @@ from types import ModuleType
 
 import cloudpickle
 
-from rlflow.errors import Finding, UsageError, described
+from rlflow.errors import Finding, UsageError, error_text
 from rlflow.graph.pipeline import MODULE
 from rlflow.scheduler.plan.plan import Plan
 from rlflow.userfiles import dumped, own_modules
@@ -33,7 +33,7 @@ def shipped(plan: Plan, near: Path | None) -> bytes:
                 Finding(
                     code="E311",
                     what="a function of the pipeline cannot be sent to the worker processes",
-                    got=described(error),
+                    got=error_text(error),
                     expected="functions that hold plain data: open files, locks and connections "
                     "belong inside the function",
                 )

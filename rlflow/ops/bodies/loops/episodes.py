@@ -24,7 +24,7 @@ from rlflow.batch import (
 from rlflow.contract.tokenizers import Tokenizer
 from rlflow.contract.values import Stat
 from rlflow.data import Chat
-from rlflow.errors import Finding, RunError, described
+from rlflow.errors import Finding, RunError, error_text
 from rlflow.ops.bodies.common import inputs_of, model_of, num_rows
 from rlflow.ops.bodies.rollout import as_texts, drawn
 from rlflow.ops.bodies.stats import max_of, mean_of
@@ -138,7 +138,7 @@ def _between(call: Call, tokenizer: Tokenizer, option: Any) -> Any:
                 tokenize=False,
             )
         except Exception as error:
-            raise _untold(call, described(error)) from error
+            raise _untold(call, error_text(error)) from error
 
     before, end = rendered(begun, more=False), tokenizer.eos_token or ""
     said, found, tail = before.rpartition(end) if end else ("", "", "")

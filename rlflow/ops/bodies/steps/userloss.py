@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rlflow.errors import Finding, RunError, described
+from rlflow.errors import Finding, RunError, error_text
 from rlflow.graph.fields import Field
 from rlflow.ops.bodies.common import MASK
 from rlflow.ops.losses.user import LOSS, FunctionLoss
@@ -69,7 +69,7 @@ def _called(
     try:
         result = spec.function(*given.values(), **dict(spec.options))
     except Exception as error:
-        what = f"raised {described(error)}"
+        what = f"raised {error_text(error)}"
         raise RunError(_wrong(spec, what, "")) from error
     named = result if isinstance(result, Mapping) else {LOSS: result}
     for field in spec.signature.made:

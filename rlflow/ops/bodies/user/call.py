@@ -22,7 +22,7 @@ from rlflow.batch import (
     strings,
     text,
 )
-from rlflow.errors import Finding, RunError, described
+from rlflow.errors import Finding, RunError, error_text
 from rlflow.graph.callables import name_of, parameters_of
 from rlflow.graph.fields import Field
 from rlflow.graph.user.op import BEGINS
@@ -82,7 +82,7 @@ def _made(call: Call, inputs: Batch) -> Mapping[str, Tensor]:
         raise RunError(
             Finding(
                 code="E642",
-                what=f"op {name_of(function)} ({call.node}) raised {described(error)}",
+                what=f"op {name_of(function)} ({call.node}) raised {error_text(error)}",
                 where=call.where,
             )
         ) from error

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
-from rlflow.errors import described
+from rlflow.errors import error_text
 from rlflow.runtime.record.edges.choice import RecordedNode, Recording
 from rlflow.runtime.record.edges.pieces import Entry, TakenRows, about_file, files, joined, piece_of
 from rlflow.runtime.record.edges.writing import edge_table, write_edge
@@ -221,7 +221,7 @@ class Recorder:
         write_edge(self._recording.run, table, rank=rank)
 
     def _failed(self, error: Exception, count: int) -> None:
-        text = str(error) if isinstance(error, OSError) else described(error)
+        text = str(error) if isinstance(error, OSError) else error_text(error)
         with self._changed:
             failed = self._notes.failed + count
             self._notes = replace(self._notes, failed=failed, problem=text)

@@ -26,7 +26,7 @@ from rlflow.contract.trackers import (
     tracker_names,
     tracker_of,
 )
-from rlflow.errors import Finding, UsageError, described
+from rlflow.errors import Finding, UsageError, error_text
 from rlflow.runtime.record.durable import register_atomic_faults, write_atomic
 from rlflow.runtime.record.identity.documents import read_document
 from rlflow.runtime.record.trackers.facts import RunFacts, read_facts
@@ -188,6 +188,6 @@ def _opened(name: str) -> Opened:
         import_module(TRACKERS[name])
     except BaseException as error:  # SystemExit too: of a package, this is no end of a run
         what = f"package {TRACKERS[name]!r} is installed and fails at import"
-        raise ImportError(f"{what} ({described(error)}): {INSTALL[name]}") from error
+        raise ImportError(f"{what} ({error_text(error)}): {INSTALL[name]}") from error
     found: Opened = resolve_name(f"rlflow.runtime.record.trackers.{CLASSES[name]}")
     return found
