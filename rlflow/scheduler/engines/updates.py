@@ -119,6 +119,17 @@ def update_cost(
     return costs.with_dispatch(priced), found.describe()
 
 
+def least_update(engine: Instance, costs: Costs) -> float:
+    """Seconds in which new weights come to an engine at least; 0 where runs have measured any.
+
+    Of an engine on accelerators that loads buckets, of any source.
+    """
+    if costs.cluster.measured.records or on_cpu(engine, costs) or not takes_buckets(engine, costs):
+        return 0.0
+    whole = loaded_bytes(replace(engine, tp=1, devices=engine.devices[:1]), costs)
+    return BEGIN + whole / LOADED
+
+
 def gathers_at_once(source: Instance, costs: Costs) -> bool:
     """Whether each rank of a source gathers a bucket while others do: it is on several hosts."""
     return len({costs.cluster.host_of(device) for device in source.devices}) > 1

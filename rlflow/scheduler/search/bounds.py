@@ -16,6 +16,7 @@ from rlflow.graph.rules.steps import steps_in_order
 from rlflow.scheduler.costs.estimate import Costs
 from rlflow.scheduler.costs.microbatches import fitted_to_room
 from rlflow.scheduler.engines.engines import engine_parts, with_pool
+from rlflow.scheduler.engines.updates import least_update
 from rlflow.scheduler.passes.bind.contexts import with_way_to_attend
 from rlflow.scheduler.passes.bind.instances import layout_findings
 from rlflow.scheduler.passes.bind.row_checks import division_findings
@@ -40,9 +41,10 @@ Why = Literal["memory", "layout", "rows"]
 class Figure:
     """A role with a layout on some devices.
 
-    `seconds` of each node, `busy` of a device in an iteration; `held` bytes while awake, `need`
-    at the least while one of its nodes runs, of a budget of `room`. `why` says what keeps it
-    from fitting, and `at` which node.
+    `seconds` of each node, with those in which new weights come to an engine before the first;
+    `busy` of a device in an iteration; `held` bytes while awake, `need` at the least while one of
+    its nodes runs, of a budget of `room`. `why` says what keeps it from fitting, and `at` which
+    node.
     """
 
     seconds: tuple[float, ...]
@@ -166,7 +168,7 @@ class Figures:
                 beside = 0 if own.engine_plan.own_process else self.costs.held(node, own, parts)
             else:
                 cost = self.costs.run(node, own, parts)
-                seconds.append(cost.seconds or 0.0)
+                seconds.append((cost.seconds or 0.0) + self._renewed(role, node, own))
                 beside = cost.transient or 0
             if awake + beside > need:
                 need = awake + beside
@@ -177,6 +179,13 @@ class Figures:
         return Figure(
             seconds=tuple(seconds), busy=busy, held=held, need=need, room=room, why=why, at=at
         )
+
+    def _renewed(self, role: PlacedUse, node: Node, instance: Instance) -> float:
+        """Seconds that an engine waits for new weights at least, before the first of its nodes."""
+        first = next((each for each in role.nodes if each.every == 1), None)
+        if node != first or role.source is None or not instance.engine_plan.own_process:
+            return 0.0
+        return least_update(instance, self.costs)
 
     def _fitted(self, instance: Instance, role: PlacedUse, choice: Choice, room: int) -> Instance:
         """An instance as the compiler would have it where it is alone on its devices."""
