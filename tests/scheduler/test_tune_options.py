@@ -35,6 +35,7 @@ def test_what_tf32_would_save_is_told_beside_the_best():
     again = compile_plan(graph, found.tf32.placement, H100S).plan
     assert again.timing == found.tf32.plan.timing
     text = tuned_text(found)
+    assert "not tried: compile=True" in text
     assert f"with tf32=True {1e3 * found.tf32.period:.1f} ms" in text
     assert ", tf32=True)" in text.splitlines()[-1]
     assert found.tf32.period == tuned_json(found)["tf32"]["period"]

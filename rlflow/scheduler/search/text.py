@@ -44,6 +44,7 @@ def tuned_text(tuned: Tuned) -> str:
     ]
     lines += [f"  does not fit: {name}: {why}" for name, why in tuned.misfits.items()]
     lines.append(f"  {_effort(tuned)}")
+    lines += _not_tried(tuned)
     inputs = tuned.best.plan.inputs
     lines += [f"  inputs: {', '.join(inputs)}"] if inputs else []
     lines += [f"  {text}" for text in told_apart(tuned)]
@@ -165,6 +166,15 @@ def _simpler(tuned: Tuned) -> list[str]:
     longer = 100 * (simple.period / best.period - 1)
     text = f"#{rank} takes {longer:.1f} % longer, with {counted(pools, 'pool')}:"
     return ["", f"  {text}", "", f"  {placement_source(as_written(tuned, simple))}"]
+
+
+def _not_tried(tuned: Tuned) -> list[str]:
+    """What could make a placement faster that the search leaves to the user, where that applies."""
+    said = any(where.compile is not None for where in tuned.best.placement.assign.values())
+    if said or tuned.cluster.is_cpu:
+        return []
+    what = "compile=True, torch.compile of the layers that train and score"
+    return [f"  not tried: {what}: no estimate knows its gain, a run does"]
 
 
 def _by_tf32(tuned: Tuned) -> list[str]:
