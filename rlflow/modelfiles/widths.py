@@ -159,10 +159,19 @@ class Widths:
     @property
     def expert_layer(self) -> int:
         """Parameters of one layer with experts, all of them."""
-        router = self.experts * (self.hidden + self.expert_biases)
         shared = self.matrices * self.hidden * self.shared_ffn
+        return self._beside + self.experts * self.expert + self._router + shared
+
+    @property
+    def _router(self) -> int:
+        """Parameters of what chooses experts in a layer, and of the gate of the shared one."""
         gate = self.hidden if self.shared_gate else 0
-        return self._beside + self.experts * self.expert + router + shared + gate
+        return self.experts * (self.hidden + self.expert_biases) + gate
+
+    @property
+    def routers(self) -> int:
+        """The same of all layers."""
+        return self.expert_layers * self._router
 
     @property
     def _beside(self) -> int:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 import rlflow as rf
 from rlflow import ops
+from rlflow.modelfiles.widths import widths_of
 from rlflow.scheduler.compile import compile_plan
 from rlflow.scheduler.costs.estimate import Costs
+from rlflow.scheduler.costs.layouts import shares
 from rlflow.scheduler.costs.lengths import Load, ResponseLengths
 from rlflow.scheduler.costs.roofline import Roofline
 from rlflow.scheduler.devices.cluster import parse_cluster
@@ -23,6 +26,15 @@ from tests.scheduler.strategies import exact, graph_of
 MIXTURE = known_shape("qwen3-30b-a3b")
 # Layers, experts, what a token takes, width of it and inside an expert.
 LAYERS, EXPERTS, CHOSEN, HIDDEN, INSIDE = 48, 128, 8, 2048, 768
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
 GPUS = parse_cluster("h100:32", 32)
 
 
@@ -68,6 +80,14 @@ def test_experts_are_counted_and_shared_out() -> None:
     missed = math.comb(EXPERTS - EXPERTS // 8, CHOSEN) / math.comb(EXPERTS, CHOSEN)
     assert 4 * (1 - missed) == part.met
     assert part.met * (HIDDEN + 1.5 * CHOSEN) == part.sent
+
+
+def test_every_rank_along_tp_has_routers_and_gates_of_shared_experts_whole() -> None:
+    assert LAYERS * EXPERTS * HIDDEN == shares(MIXTURE)["whole"] - MIXTURE.norms
+    qwen2 = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 64}
+    widths = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    one = widths_of({**SMALL, **qwen2, **widths}, Path("config.json"))
+    assert SMALL["num_hidden_layers"] * SMALL["hidden_size"] * (4 + 1) == one.routers
 
 
 def test_a_forward_sends_each_token_to_its_experts_and_back_in_every_layer() -> None:

@@ -34,22 +34,22 @@ def shares(shape: Shape, *, predicts: bool = True) -> dict[Cut, int]:
     """How many parameters `tp` cuts by outputs, by inputs, not at all, and by experts.
 
     The projections out of attention and out of the feed-forward layer are cut by their
-    inputs, the rest by outputs, embedding and head by vocabulary. Norms are held whole. A dense
-    layer, or a shared expert, of a mixture counts as cut by outputs. The `first` of a pipeline's
-    stages has the embedding and the `last` the head; what is both is at both `ends`. What sees is
-    a `tower`, which is at the first stage.
+    inputs, the rest by outputs, embedding and head by vocabulary. Norms and routers are held
+    whole. A dense layer, or a shared expert, of a mixture counts as cut by outputs. The `first` of
+    a pipeline's stages has the embedding and the `last` the head; what is both is at both `ends`.
+    What sees is a `tower`, which is at the first stage.
     """
     experts = shape.in_experts
     body = max(shape.parameters - shape.embedding - experts - shape.tower, 0)
     inside = shape.heads * shape.head_dim + (0 if experts else shape.ffn)
     by_inputs = min(shape.layers * shape.hidden * inside, body)
-    norms = min(shape.norms, body - by_inputs)
+    uncut = min(shape.norms + shape.routers, body - by_inputs)
     found: dict[Cut, int] = dict.fromkeys(CUTS, 0)
     words = min(shape.vocab * shape.hidden, shape.embedding)
     found["ends" if predicts and words == shape.embedding else "first"] = words
     found["last"] = shape.embedding - words
-    columns = shape.parameters - experts - by_inputs - norms - shape.embedding - shape.tower
-    found |= {"columns": columns, "rows": by_inputs, "whole": norms, "experts": experts}
+    columns = shape.parameters - experts - by_inputs - uncut - shape.embedding - shape.tower
+    found |= {"columns": columns, "rows": by_inputs, "whole": uncut, "experts": experts}
     return found | {"tower": shape.tower}
 
 

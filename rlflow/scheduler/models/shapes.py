@@ -44,15 +44,16 @@ class Shape:
     `layers`. `latent` numbers a layer are what is cached of a token, where that is less than its
     keys and values, and that of queries has `query_rank`. So many layers are `without_attention`; a
     row carries the inputs that convolutions have `convolved` last, and the `recurrent` numbers of
-    states, in layers that are `carrying` them. `norms` counts the weights of norms, of which every
-    rank of a layer has all. `matrices` are those of layers: rows, columns, and how many of such;
-    none are known of experts. `family` says what can be computed of it. A token chooses `routed`
-    experts in all layers together. Where it is `made_whole` one process makes it in host memory
-    before weights go to devices. Scores may have a `softcap`; there are `windows` where layers see
-    a part of a row. So many parameters are a `tower` that sees pictures, by `sight`, and of these a
-    `projector`; `eyes` are the widths of it. Training leaves `still` parts as they are; `matrices`
-    are then of the others alone, and `seen_matrices` those of them that are a tower's. With
-    `head_norms` queries and keys have norms of their own.
+    states, in layers that are `carrying` them. `norms` counts the weights of norms and `routers`
+    those that choose experts, of which every rank of a layer has all. `matrices` are those of
+    layers: rows, columns, and how many of such; none are known of experts. `family` says what can
+    be computed of it. A token chooses `routed` experts in all layers together. Where it is
+    `made_whole` one process makes it in host memory before weights go to devices. Scores may have a
+    `softcap`; there are `windows` where layers see a part of a row. So many parameters are a
+    `tower` that sees pictures, by `sight`, and of these a `projector`; `eyes` are the widths of it.
+    Training leaves `still` parts as they are; `matrices` are then of the others alone, and
+    `seen_matrices` those of them that are a tower's. With `head_norms` queries and keys have norms
+    of their own.
     """
 
     parameters: int
@@ -79,6 +80,7 @@ class Shape:
     recurrent: int = 0
     carrying: Carrying = NOTHING
     norms: int = 0
+    routers: int = 0
     matrices: tuple[tuple[int, int, int], ...] = ()
     family: Family = DENSE
     kind: str = ""
@@ -152,8 +154,7 @@ class Shape:
     @property
     def cached(self) -> int:
         """Numbers that a token's keys and values are, over all layers."""
-        each = self.latent or 2 * self.kv_heads * self.head_dim
-        return self.attending * each
+        return self.attending * (self.latent or 2 * self.kv_heads * self.head_dim)
 
     @property
     def attending(self) -> int:
@@ -197,8 +198,7 @@ class Shape:
         elsewhere.
         """
         keys = self.kv_heads % tp
-        if repeats and keys:
-            keys = tp % self.kv_heads
+        keys = tp % self.kv_heads if repeats and keys else keys
         widths = {
             "heads": self.heads % tp,
             "key-value heads": keys,
@@ -240,8 +240,7 @@ def read_shape(directory: Path) -> Shape:
     if counted is None:
         counted, source = widths.parameters + tower, "config.json"
     found = _shape_of(widths, counted, source, family=family, kind=kind)
-    whole = made_whole(config, named)
-    capped = softcap_of(text_config(config))
+    whole, capped = made_whole(config, named), softcap_of(text_config(config))
     found = replace(found, made_whole=whole, softcap=capped, windows=windowed(config))
     found = replace(found, tower=tower, projector=seeing.get("projector", 0))
     if family.sees:
@@ -290,6 +289,7 @@ def _shape_of(
         recurrent=widths.recurrent,
         carrying=widths.carrying,
         norms=widths.norm_weights,
+        routers=widths.routers,
         head_norms=widths.head_norms or widths.wide_norms,
         matrices=() if widths.experts else widths.layer_matrices,
         family=family,

@@ -91,5 +91,6 @@ def _of_layers(shape: Shape, layers: int, embedding: int, *, words: bool) -> Sha
         recurrent=part(shape.recurrent),
         carrying=replace(shape.carrying, layers=part(shape.carrying.layers)),
         norms=part(shape.norms),
+        routers=part(shape.routers),
         matrices=tuple(matrices),
     )

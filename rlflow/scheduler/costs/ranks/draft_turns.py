@@ -140,6 +140,7 @@ def _layers(policy: Shape, layers: int, embedding: int) -> Shape:
         layers=layers,
         idle=0,
         experts=0,
+        routers=0,
         chosen=0,
         routed=0,
         without_attention=0,
