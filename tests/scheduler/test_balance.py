@@ -43,6 +43,7 @@ def test_every_replica_knows_all_rows_and_the_plan_says_how_they_move():
     (note,) = (note.text for note in plan.notes if note.rule == "oversample")
     assert "evens the rows of its 2 replicas after every 4 turns" in note
     assert "by cache (" in note
+    assert " 0 us by cache" not in note
     graph = plan.graph
     assert (12, 24) == (
         num_prompts(graph, graph.node(ROLLOUT)),

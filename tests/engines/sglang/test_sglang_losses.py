@@ -26,23 +26,29 @@ PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10], [11, 3], [9, 12, 4, 13, 5, 14]]
 LONG = Sampling(max_new_tokens=100, temperature=0.0, n=32)
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0)
 KEY = SampleKey(seed=1, iteration=0, stream="gen")
+# Seconds that an engine which is stopped is waited for.
+PATIENCE = 4.0
 
 
 class InFlight:
     """A call in a thread of its own; `disturb` is called once the engine works on it.
 
-    What is asked of this engine may stand still for four seconds.
+    From then on what is asked of this engine may stand still for `PATIENCE`; until then it may for
+    however long a busy machine takes.
     """
 
     def __init__(self, model, call, disturb):
         self.made = self.error = None
         link = model.replica.link()
-        link.patience = 4.0
-        before = link.moved
+        link.patience, before = PATIENCE, link.moved
+        began = time.monotonic()
         self.thread = threading.Thread(target=self.run, args=(call,))
         self.thread.start()
         while link.moved == before and self.thread.is_alive():
+            # Who waits looks at it again whenever what it was has passed.
+            link.patience = PATIENCE + time.monotonic() - began
             time.sleep(0.001)  # A loop that only asks would take a core from the engine.
+        link.patience = PATIENCE
         disturb(model)
 
     def run(self, call):
@@ -67,7 +73,7 @@ def kill_guardian(model):
 
 def stop(model):
     """Stop every process of the engine."""
-    model.replica.link().patience = 4.0
+    model.replica.link().patience = PATIENCE
     os.killpg(group(model)[0], signal.SIGSTOP)
 
 
