@@ -178,7 +178,7 @@ def test_a_stop_that_one_replica_is_asked_for_is_of_all(model_dir):
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
 def test_short_rows_are_read_with_fewer_columns_to_the_same_bits(model_dir, monkeypatch, family):
-    """Ten rows of two blocks: the first has long prompts, what enters behind has short ones."""
+    """Ten rows: the first have long prompts, what enters behind has short ones."""
     rollout = engine(model_dir(family))
     prompts = [[3, 1, 4, 1, 5] * 15, [9, 2] * 37, [5] * 71, [8] * 75, [2, 7]]
     read: set[int] = set()

@@ -13,26 +13,26 @@ from collections.abc import Sequence
 # 0.1 ms for its calls, and 1 kB a column from a cache of 10 GB/s.
 CALLS = 1024
 
-
 def first_narrow(columns: Sequence[float], rows: Sequence[int]) -> int:
-    """The first block of the second band; as many as there are blocks if one band is shorter.
+    """Where the second band begins; as many as there are entries if one band is shorter.
 
-    `columns` are those that each block needs, in their order, and `rows` how many it has.
+    `columns` are those that some rows need, entry by entry in their order, and `rows` how many.
     """
     count, widest, total = len(columns), max(columns, default=0), sum(rows)
     found, least = count, widest * total
     behind, narrow = 0.0, 0
-    for block in range(count - 1, 0, -1):
-        behind = max(behind, columns[block])
-        narrow += rows[block]
+    for place in range(count - 1, 0, -1):
+        behind = max(behind, columns[place])
+        narrow += rows[place]
         read = (total - narrow) * widest + narrow * behind + CALLS
         if read < least:
-            found, least = block, read
+            found, least = place, read
     return found
 
 
 def columns_read(columns: Sequence[float], rows: Sequence[int]) -> float:
-    """The columns of all rows that are read in a step, of blocks as `first_narrow` has them."""
+    """The columns of all rows that are read in a step, as `first_narrow` has them."""
     first = first_narrow(columns, rows)
     bands = (columns[:first], rows[:first]), (columns[first:], rows[first:])
     return sum(max(needed, default=0) * sum(count) for needed, count in bands)
+

@@ -30,10 +30,14 @@ class DecodeAttention:
         self.routing: object = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, traits: Traits) -> Tensor:
-        """`q [rows, heads, size]` on everything the rows have seen, itself included."""
+        """`q [rows, heads, size]` on everything the rows have seen, itself included.
+
+        Rows that are in no band are nobody's, and get zeros.
+        """
         keys, values = self.cache.append(layer, k, v)
         seen = keys.shape[2]
         bias = self.cache.bias(q.dtype, traits.window, seen)
+        bands = self.cache.bands(seen, min(keys.shape[-1], values.shape[-1]))
         found = [
             attend_columns(
                 q[rows],
@@ -42,8 +46,10 @@ class DecodeAttention:
                 bias[rows, :columns],
                 traits,
             )
-            for rows, columns in self.cache.bands(seen, min(keys.shape[-1], values.shape[-1]))
+            for rows, columns in bands
         ]
+        if nobodys := len(q) - bands[-1][0].stop:
+            found.append(q.new_zeros(nobodys, *found[0].shape[1:]))
         return found[0] if len(found) == 1 else torch.cat(found)
 
 

@@ -83,20 +83,17 @@ class EnteredCache(KeyValueCache):
         return self.seen(layer, v.shape[-1])
 
     def bands(self, seen: int, size: int) -> list[tuple[slice, int]]:
-        """All rows with what any of them has seen; or the last apart, which have seen less."""
+        """All live rows with what any has seen; or the last apart, which have seen less."""
         columns = filled_up(self.narrow_columns, size)
         if columns >= seen:
-            return super().bands(seen, size)
-        return [(slice(0, self.narrow), seen), (slice(self.narrow, self.rows), columns)]
+            return [(slice(0, self.live), seen)]
+        return [(slice(0, self.narrow), seen), (slice(self.narrow, self.live), columns)]
 
     def _part(self) -> None:
         """Which rows are read apart: from row `narrow` on, with so many columns."""
-        filled = np.zeros(-(-self.rows // MULTIPLE) * MULTIPLE, dtype=np.int64)
-        filled[: self.live] = self.sizes + 1
-        blocks = filled.reshape(-1, MULTIPLE).max(1).tolist()
-        first = first_narrow(blocks, [MULTIPLE] * len(blocks))
-        self.narrow = first * MULTIPLE
-        self.narrow_columns = max(blocks[first:], default=self.column + 1)
+        columns = (self.sizes + 1).tolist()
+        self.narrow = first_narrow(columns, [1] * self.live)
+        self.narrow_columns = max(columns[self.narrow :], default=self.column + 1)
 
     def close(self) -> None:
         """The open columns are stored."""
