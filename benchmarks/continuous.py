@@ -8,8 +8,9 @@ the clock on the wall stand beside them, of a run on Ray, where each pool is a p
 turns.
 
 The prediction knows no rollout that went on: steps and passes of the engine are timed with some
-numbers of rows, before and after the side in its process, an update is as long as on the drained
-side, and an iteration is played with the distribution of lengths, as plans do.
+numbers of rows, before and after the side in its process, an update, and what a rollout does beside
+its engine, are as long as on the drained side, and an iteration is played with the distribution of
+lengths, as plans do.
 
 python benchmarks/continuous.py --turns 2 --placements split continuous2 continuous4
 """
@@ -55,7 +56,7 @@ from virtual_clock import (
 
 DRAINED = "split"
 SIDES = (DRAINED, "stale", "continuous2", "continuous4", "continuous8")
-ROWS = (1, 4, 16, 64)
+ROWS = (8, 16, 32, 64)
 SEEN = (32, 256)
 STEPS, TRIES = 48, 5
 PROMPT = 6
@@ -74,9 +75,12 @@ HEADER = (
 
 
 def engine_seconds() -> dict[str, Any]:
-    """Processor seconds of a decoding step by tokens seen and rows, and of reading a token.
+    """Processor seconds of a decoding step by tokens seen and rows, and of what comes beside.
 
-    Rows that all begin together are decoded otherwise than those that come and go: `drained`.
+    Rows that come and go differ in what they have seen: a quarter of them has seen two and a half
+    times the mean, the others half of it. Rows that all begin together have seen as much as each
+    other: `drained`. `reading` is of a token, `pass` of a call that reads four short rows, and
+    `leaving` of a row that ends while others go on.
     """
     import torch
 
@@ -90,11 +94,21 @@ def engine_seconds() -> dict[str, Any]:
     model = load_model(str(path), dtype=torch.float32, device="cpu", init="random")
     engine, key = TorchRollout(model), SampleKey(seed=0, iteration=0, stream="timed")
 
-    def timed(rows: int, size: int, new: int) -> float:
+    def median_of(call: Callable[[], Any]) -> float:
+        call()
+        found = []
+        for _ in range(TRIES):
+            begun = time.thread_time()
+            call()
+            found.append(time.thread_time() - begun)
+        return statistics.median(found)
+
+    def timed(sizes: Sequence[int], left: Sequence[int]) -> float:
+        rows, most = len(sizes), max(left)
         whole = torch.arange(rows)
         flight = InFlight(
-            seen=ragged_rows([[5] * size] * rows, torch.int64),
-            made=torch.full((rows,), size - 1),
+            seen=ragged_rows([[5] * size for size in sizes], torch.int64),
+            made=torch.tensor([1 + most - each for each in left]),
             draws=torch.zeros_like(whole),
             ids=whole,
             groups=whole,
@@ -102,25 +116,16 @@ def engine_seconds() -> dict[str, Any]:
             at_once=rows,
             met=lambda _, ended: len(ended) >= rows,
         )
-        sampling = Sampling(max_new_tokens=size - 1 + new)
-        engine.advance(flight, sampling, key)
-        found = []
-        for _ in range(TRIES):
-            begun = time.thread_time()
-            engine.advance(flight, sampling, key)
-            found.append(time.thread_time() - begun)
-        return statistics.median(found)
+        sampling = Sampling(max_new_tokens=1 + most)
+        return median_of(lambda: engine.advance(flight, sampling, key))
+
+    def timed_mixed(rows: int, size: int, new: int) -> float:
+        return timed(mixed(rows, size), [new] * rows)
 
     def timed_drained(rows: int, size: int, new: int) -> float:
         prompts = ragged_rows([[5] * size] * rows, torch.int64)
         asked = prompts, Sampling(max_new_tokens=new), key, torch.arange(rows), Reach()
-        engine.generate(*asked)
-        found = []
-        for _ in range(TRIES):
-            begun = time.thread_time()
-            engine.generate(*asked)
-            found.append(time.thread_time() - begun)
-        return statistics.median(found)
+        return median_of(lambda: engine.generate(*asked))
 
     def by_step(timed: Callable[[int, int, int], float]) -> dict[int, dict[int, float]]:
         return {
@@ -130,9 +135,20 @@ def engine_seconds() -> dict[str, Any]:
             for size in SEEN
         }
 
-    steps, drained = by_step(timed), by_step(timed_drained)
-    reading = (timed(32, 128, 1) - timed(32, 8, 1)) / (32 * 120)
-    return {"steps": steps, "drained": drained, "reading": reading, "pass": timed(4, 6, 1)}
+    steps, drained = by_step(timed_mixed), by_step(timed_drained)
+    reading = (timed([128] * 32, [1] * 32) - timed([8] * 32, [1] * 32)) / (32 * 120)
+    rows, size = max(ROWS), 32
+    together = timed([size] * rows, [1] * rows)
+    going = sum(step_seconds(steps, rows - n, size + n) for n in range(1, rows))
+    leaving = timed([size] * rows, range(rows, 0, -1)) - together - going
+    found = {"steps": steps, "drained": drained, "leaving": max(leaving, 0.0) / rows}
+    return found | {"reading": reading, "pass": timed([6] * 4, [1] * 4)}
+
+
+def mixed(rows: int, size: int) -> list[int]:
+    """What rows have seen that come and go, the oldest first; `size` in the mean."""
+    old = rows // 4
+    return [size * 5 // 2] * old + [size // 2] * (rows - old)
 
 
 def averaged(before: Any, after: Any) -> Any:
@@ -152,14 +168,15 @@ def on_a_line(timed: Mapping[Any, float], at: float) -> float:
 
 
 def step_seconds(steps: Mapping[Any, Mapping[Any, float]], rows: float, seen: float) -> float:
-    """Seconds of a step of so many rows, each as wide as the one that has seen the most."""
+    """Seconds of a step of so many rows, of each of which so many columns are read."""
     return on_a_line({size: on_a_line(timed, rows) for size, timed in steps.items()}, seen)
 
 
 def predicted(placement: str, engine: Mapping[str, Any], drained: Mapping[str, Any]) -> float:
     """The period of a side on the virtual clock, with what its iterations are expected to take.
 
-    Of a rollout by the engine's steps and passes, of other actions as on the drained side.
+    Of a rollout by the engine's steps and passes, and beside them as on the drained side, as of
+    other actions.
     """
     from rlflow.graph.roles import Recalling
     from rlflow.scheduler.costs.lengths import as_seen, stages
@@ -173,6 +190,9 @@ def predicted(placement: str, engine: Mapping[str, Any], drained: Mapping[str, A
     groups, n = cfg.prompts_per_iteration, cfg.group_size
     lasting = plan.graph.node("actor.rollout").role(Recalling)
     steps, reading = engine["steps"], engine["reading"]
+    seconds = mean_seconds(drained)
+    beside = seconds["actor.rollout"] - statistics.fmean(drained["inside"][WARMUP:])
+    beside += groups * n * engine["leaving"]
     rollouts = []
     if lasting is None:
         found = stages(lengths, groups * n, 1)
@@ -180,16 +200,16 @@ def predicted(placement: str, engine: Mapping[str, Any], drained: Mapping[str, A
         decoding = sum(
             s.tokens * s.goes_on * step_seconds(alone, s.live, PROMPT + s.age) for s in found
         )
-        rollouts.append(decoding + engine["pass"] + reading * groups * PROMPT)
+        rollouts.append(beside + decoding + engine["pass"] + reading * groups * PROMPT)
     else:
         for each in drawn_iterations(lengths, groups, n, groups * n, lasting.keep):
             decoding = sum(
-                s.tokens * step_seconds(steps, s.live, PROMPT + width)
+                s.tokens * step_seconds(steps, -(-s.live // 8) * 8, PROMPT + width)
                 for s, width in zip(each.stages, each.widths, strict=True)
             )
             tokens = groups * PROMPT + each.rows * (each.age + PROMPT)
-            rollouts.append(decoding + engine["pass"] * (each.passes + 1) + reading * tokens)
-    seconds = mean_seconds(drained)
+            begins = engine["pass"] * (each.passes + 1) + reading * tokens
+            rollouts.append(beside + decoding + begins)
 
     def taken(action: Any, iteration: int) -> float:
         if action.id == "actor.rollout":

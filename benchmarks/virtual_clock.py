@@ -87,7 +87,7 @@ def planned(placement: str, lengths: Any = None) -> Any:
 
 
 def side(placement: str, iterations: int) -> dict[str, Any]:
-    """Train in this process; seconds of each action, and tokens of each iteration.
+    """Train in this process; seconds of actions and `inside` the engine, tokens of iterations.
 
     Every turn has the same random weights: of those every response ends where it is drawn to.
     """
@@ -97,7 +97,7 @@ def side(placement: str, iterations: int) -> dict[str, Any]:
 
     plan = planned(placement)
     worker = Worker(plan, 0, PIPELINE)
-    clocked, ends = Clocked(worker), Ends(time.perf_counter)
+    clocked, ends, inside = Clocked(worker), Ends(time.perf_counter), engine_calls()
     backend = LocalBackend(plan, clocked, threads=1, now=time.perf_counter)
     try:
         Executor(plan, backend, ends, start=0, end=iterations, barrier=iterations).run()
@@ -107,9 +107,30 @@ def side(placement: str, iterations: int) -> dict[str, Any]:
     assert all(numbers["actor.rollout/finished"] == 1 for numbers in ends.numbers)
     return {
         "spent": [[name, i, own] for (name, i), own in clocked.spent.items()],
+        "inside": inside,
         "length": [numbers["actor.rollout/length"] for numbers in ends.numbers],
         "lag": [numbers.get("actor.rollout/lag_max", 0.0) for numbers in ends.numbers],
     }
+
+
+def engine_calls() -> list[float]:
+    """What each call of an engine takes of its thread from now on, in their order."""
+    from rlflow.engines.hf.rollout import TorchRollout
+
+    found: list[float] = []
+
+    def clocked(call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **options: Any) -> Any:
+            begun = time.thread_time()
+            made = call(*args, **options)
+            found.append(time.thread_time() - begun)
+            return made
+
+        return timed
+
+    TorchRollout.generate = clocked(TorchRollout.generate)  # type: ignore[method-assign]
+    TorchRollout.advance = clocked(TorchRollout.advance)  # type: ignore[method-assign]
+    return found
 
 
 def replayed(placement: str, found: Mapping[str, Any]) -> list[float]:
