@@ -28,14 +28,15 @@ READ_AT_ONCE = 1 << 16
 class EnteredCache(KeyValueCache):
     """A cache that rows enter and leave; each has as many columns as tokens.
 
-    The first `live` rows are somebody's; `lengths` has how many tokens each of them has stored,
-    and `sizes` has it on the host. Rows lie about in the order in which they entered, so that the
-    last ones are read with fewer columns than the first.
+    There is room for `most` rows at the most, and at first for none. The first `live` rows are
+    somebody's; `lengths` has how many tokens each of them has stored, and `sizes` has it on the
+    host. Rows lie about in the order in which they entered, so that the last ones are read with
+    fewer columns than the first.
     """
 
-    def __init__(self, rows: int, device: torch.device) -> None:
+    def __init__(self, most: int, device: torch.device) -> None:
         super().__init__(torch.zeros(0, dtype=torch.int64), 1, 0, device)
-        self.room = -(-rows // MULTIPLE) * MULTIPLE
+        self.most = _rows_for(most)
         self.ragged = True
         self.live = 0
         self.places = self.lengths
@@ -45,7 +46,7 @@ class EnteredCache(KeyValueCache):
     def enter(self, read: KeyValueCache, sources: Tensor) -> None:
         """Take rows in behind those that are live: copies of rows `sources` of a filled cache."""
         first, last = self.live, self.live + len(sources)
-        self._widen(read.width)
+        self._widen(read.width, _rows_for(last))
         for layer, parts in read.buffers.items():
             self.buffers.setdefault(layer, tuple(self._made(part) for part in parts))
             for buffer, part in zip(self.buffers[layer], parts, strict=True):
@@ -103,7 +104,7 @@ class EnteredCache(KeyValueCache):
     def _lie(self, stored: Tensor) -> None:
         """So many tokens the live rows have stored; a few rows behind them are nobody's."""
         self.live = len(stored)
-        self.rows = min(self.room, -(-self.live // MULTIPLE) * MULTIPLE)
+        self.rows = _rows_for(self.live)
         self.lengths = stored.new_zeros(self.rows)
         self.lengths[: self.live] = stored
         self.sizes = stored.cpu().numpy().copy()
@@ -114,14 +115,25 @@ class EnteredCache(KeyValueCache):
         _, heads, _, size = part.shape
         return part.new_zeros(self.room, heads, filled_up(self.columns, size), size)
 
-    def _widen(self, columns: int) -> None:
-        """See that there are so many columns; with those that there are, twice as many."""
-        if columns <= self.columns:
+    def _widen(self, columns: int, rows: int = 0) -> None:
+        """See that there are so many columns and rows; where some lack, twice what there is."""
+        wider, higher = columns > self.columns, rows > self.room
+        if not wider and not higher:
             return
-        self.columns = max(columns, 2 * self.columns)
+        self.columns = max(columns, 2 * self.columns) if wider else self.columns
+        self.room = min(self.most, max(rows, 2 * self.room)) if higher else self.room
         for layer, parts in self.buffers.items():
             filled = filled_up(self.columns, min(part.shape[-1] for part in parts))
             self.buffers[layer] = tuple(self.widen(part, filled) for part in parts)
+        for states in self.states.values() if higher else ():
+            for name, each in states.items():
+                states[name] = each.new_zeros(self.room, *each.shape[1:])
+                states[name][: self.rows] = each[: self.rows]
+
+
+def _rows_for(live: int) -> int:
+    """So many rows, and a few that are nobody's."""
+    return -(-live // MULTIPLE) * MULTIPLE
 
 
 class LiveRows:
