@@ -14,9 +14,9 @@ def test_the_difference_is_of_pairs_of_the_same_seed():
         Series(metric="eval/reward", held_out=True, iterations=(0, 20), values=rows)
         for rows in (((0, 0.1), (0, 0.5), (0, 0.3)), ((0, 0.2), (0, 0.7), (0, 0.6)))
     ]
-    apart, error = learning_continuous.difference(*made)
+    apart, reach = learning_continuous.difference(*made)
     assert pytest.approx(0.2) == apart
-    assert pytest.approx(0.1 / 3**0.5) == error
+    assert pytest.approx(4.30 * 0.1 / 3**0.5) == reach
 
 
 def test_steps_between_those_that_were_timed_lie_on_lines():
