@@ -461,6 +461,7 @@ def test_a_prompt_longer_than_the_context(rlflow, here, dry):
     assert nothing_started(here)
 
 
+@pytest.mark.rows(2)
 @pytest.mark.torch
 @pytest.mark.parametrize(
     ("body", "problem"),

@@ -63,6 +63,7 @@ def never(begun, ended) -> bool:
     return False
 
 
+@pytest.mark.rows(12)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("at_once", [2, 4, 100])
 def test_rows_that_wait_for_room_draw_the_same_tokens(model_dir, family, at_once):
@@ -237,6 +238,7 @@ def replicas_of(path, asked, sampling, count: int, every: int, *, reread: bool):
         return list(pool.map(part, range(count)))
 
 
+@pytest.mark.rows(2)
 @pytest.mark.parametrize("reread", [False, True], ids=["cache", "reread"])
 @pytest.mark.parametrize(("family", "count"), [("qwen2", 2), ("gptoss", 3)])
 def test_rows_that_move_draw_the_same_tokens(model_dir, family, count, reread):

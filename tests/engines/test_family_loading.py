@@ -38,7 +38,7 @@ def test_every_language_model_of_transformers_is_in_the_table():
     assert not names.keys() - FAMILIES.keys()
 
 
-@pytest.mark.rows(6)
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_loading_refuses_what_the_plan_refuses(family, saved, world):
     if family not in transformers.CONFIG_MAPPING:

@@ -22,6 +22,7 @@ MAKERS = {
 }
 
 
+@pytest.mark.rows(10)
 @pytest.mark.parametrize("family", MAKERS)
 def test_every_tensor_of_the_files_is_told_once_by_its_name_there(family, tmp_path):
     """Bytes too: what lies in shared memory under a name is what transformers has written."""

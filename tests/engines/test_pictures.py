@@ -117,6 +117,7 @@ def seeing(request, tmp_path_factory):
     return write_seeing(tmp_path_factory.mktemp(request.param), request.param)
 
 
+@pytest.mark.rows(5)
 @pytest.mark.parametrize("micro_tokens", [None, 40])
 def test_packed_log_probs_are_the_models_own(seeing, micro_tokens):
     model = load_model(seeing, dtype=torch.float32, device="cpu")
@@ -146,6 +147,7 @@ def greedy(path, paged, monkeypatch=None):
     return model, prompts, pictures, made
 
 
+@pytest.mark.rows(5)
 @pytest.mark.parametrize("paged", [False, True])
 def test_greedy_tokens_are_the_models_own(seeing, paged):
     """A token is the likeliest after its prompt, pictures and tokens in the model's own forward."""
@@ -193,6 +195,7 @@ def test_a_rollouts_log_probs_are_those_of_training(seeing):
     torch.testing.assert_close(again, flat(made.log_probs), atol=2e-5, rtol=0)
 
 
+@pytest.mark.rows(3)
 def test_gradients_are_those_of_the_models_own_forward(seeing):
     """Of the tower too; a micro-batch each of rows with one picture, several and none."""
     model = load_model(seeing, dtype=torch.float32, device="cpu")
@@ -234,6 +237,7 @@ def gradients(model):
     return found, asked
 
 
+@pytest.mark.rows(3)
 def test_no_backward_passes_a_frozen_tower(seeing):
     """The projector's gradients and the language model's are those with a trained tower."""
     how = {"dtype": torch.float32, "device": "cpu"}
@@ -428,6 +432,7 @@ def passed_tower(path, dtype, by):
     return sum(storage.nbytes() for storage in kept.values()), counted[0]
 
 
+@pytest.mark.rows(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_plan_knows_what_a_tower_computes_and_leaves(kind, tmp_path, monkeypatch):
     """Beside what norms and sums of attention keep of each patch, and positions of all layers."""

@@ -155,14 +155,17 @@ def test_nothing_said_of_routers_changes_no_bit(mixture):
     assert all(torch.equal(plain[name], measured[name]) for name in plain)
 
 
-def test_statistics_are_of_all_ranks_rows(mixture, world):
-    router = Routed(balance_coef=0.3, z_coef=0.1)
-
-    for shape in (FSDP, TP, EP):
-        args = (mixture("qwen3_moe"), shape, router)
-        assert all(world(2).run(sharded_routers.check_equal, *args))
-    args = (mixture("ernie4_5_moe"), FSDP, Routed(bias_rate=0.01))
-    assert all(world(2).run(sharded_routers.check_equal, *args))
+@pytest.mark.rows(2)
+@pytest.mark.parametrize(
+    ("family", "shape", "router"),
+    [
+        *(("qwen3_moe", shape, Routed(balance_coef=0.3, z_coef=0.1)) for shape in (FSDP, TP, EP)),
+        ("ernie4_5_moe", FSDP, Routed(bias_rate=0.01)),
+    ],
+    ids=["fsdp", "tp", "ep", "bias"],
+)
+def test_statistics_are_of_all_ranks_rows(family, shape, router, mixture, world):
+    assert all(world(2).run(sharded_routers.check_equal, mixture(family), shape, router))
 
 
 @pytest.mark.slow

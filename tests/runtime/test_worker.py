@@ -238,6 +238,7 @@ def test_a_run_goes_on_with_micro_batches_that_were_cut_for_want_of_memory(tmp_p
     assert (before + 1, False) == going_on(before + 1)
 
 
+@pytest.mark.rows(3)
 @pytest.mark.filterwarnings("ignore:.*out of memory; micro-batches have")
 @pytest.mark.parametrize("point", POINTS)
 def test_no_memory_is_one_error_that_leaves_the_weights_and_frees_what_was_taken(

@@ -94,6 +94,7 @@ def some(plan: Plan, count: int = 6) -> list[tuple[str, Callable[[], Plan]]]:
     return found
 
 
+@pytest.mark.rows(6)
 @pytest.mark.parametrize("name", PLANS)
 def test_lies_are_refused_but_about_what_is_told_once(name: str) -> None:
     plan = plan_of(name)

@@ -15,6 +15,7 @@ from tests.scheduler.strategies import graph_of
 from tests.scheduler.test_stream import THREE, cut, runs, streamed
 
 
+@pytest.mark.rows(4)
 @pytest.mark.parametrize("backend", ["local", "ray"])
 @pytest.mark.parametrize(
     ("ignore_eos", "steps", "epochs"),

@@ -49,7 +49,7 @@ def test_examples_between_them_insert_every_kind_of_action() -> None:
     assert {None, "offload", "discard"} == {a.mode for a in actions}
 
 
-@pytest.mark.rows(5)
+@pytest.mark.rows(3)
 def test_every_mutant_of_every_example_is_rejected(example: Plan) -> None:
     assert [] == unnoticed(example)
 
