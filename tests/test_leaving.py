@@ -39,8 +39,9 @@ finally:
 
 
 def listening():
-    """As in a terminal: what a shell starts in the background is told to ignore Ctrl-C."""
+    """As in a terminal: a shell has what is in the background ignore Ctrl-C, `nohup` SIGHUP."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def run(program, preexec_fn=listening):

@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -242,13 +242,14 @@ def _execute(planned: Planned, asked: _Asked, console: Console) -> Outcome:
 
     with stage("importing torch"):
         from rlflow.runtime.run import Run
-    plan = planned.compiled.plan
+    plan, looking = planned.compiled.plan, asked.watch
     names = headline(plan.graph).names
-    display = Display(console, quiet=asked.quiet, headline=names, watch=asked.watch)
+    display = Display(console, quiet=asked.quiet, headline=names, watch=looking)
     with (
         _interrupted(asked, plan.graph.name) as where,
         _directory(planned, asked, where) as directory,
-        printed_apart(PrintedLog(directory.logs / FILE, display.say), asked.watch is None),
+        chdir("."),  # which functions may leave
+        printed_apart(PrintedLog(directory.logs / FILE, display.say), looking is None),
     ):
         weights = weights_to_begin(asked.options, directory)
         digests = digests_of(plan.graph, planned.declared.pipeline.path)
@@ -265,7 +266,7 @@ def _execute(planned: Planned, asked: _Asked, console: Console) -> Outcome:
         if planned.target.devices is None:
             display.say(f"GPUs: {chosen_text(machine_gpus())}")
         settings = _settings(planned, asked, directory, weights, digests)
-        profiled = profiled_actions(planned, asked.options, directory.path)
+        profiled = profiled_actions(planned, asked.options, directory.home)
         recording = recording_noted(planned, asked.options, directory, display)
         with machine_of(planned, asked.options, profiled, recording) as machine:
             ranks = "\n".join(["", *machine.device_map()])
@@ -276,8 +277,8 @@ def _execute(planned: Planned, asked: _Asked, console: Console) -> Outcome:
             _write_plan(planned, asked, directory, ranks)
             if asked.origin == "profile" or "declared" in asked.options:
                 run.saved = asked.iterations
-            if asked.watch is not None:
-                asked.watch.take(run, directory.path)
+            if looking is not None:
+                looking.take(run, directory.path)
             growth: Growth | None = asked.options.get("growth")
             if growth is not None:
                 growth.take(run, directory.path)
@@ -297,8 +298,7 @@ def _execute(planned: Planned, asked: _Asked, console: Console) -> Outcome:
 
 def _write_plan(planned: Planned, asked: _Asked, directory: RunDir, ranks: str) -> None:
     """Write what runs into the run directory: config, graph, plan, peaks, and where ranks are."""
-    plan, config = planned.compiled.plan, planned.declared.config
-    said = config.model_dump(mode="json")
+    plan, said = planned.compiled.plan, planned.declared.config.model_dump(mode="json")
     directory.write_config(said | {"iterations": asked.iterations})
     directory.write_graph(graph_document(whole_rollouts(plan.graph)))
     directory.write_peaks(peaks_of(planned))
@@ -329,7 +329,7 @@ def _settings(
         resume_line=asked.resume_line(directory.path),
         strict=asked.options["strict"],
         grace=asked.options.get("grace"),
-        observer=observer_of(planned, asked.options, directory.path),
+        observer=observer_of(planned, asked.options, directory.home),
         digests=digests,
     )
 
@@ -386,11 +386,10 @@ def _interrupted(asked: _Asked, name: str) -> Iterator[Path]:
     """Where the run is to be; from here on a Ctrl-C that stops at once says what it has left."""
     wanted = asked.existing or asked.options["run_dir"]
     where = Path(wanted or fresh_path(asked.options.get("parent", RUNS), name))
+    file, again = where.absolute() / RUN_FILE, f"continue with: {asked.resume_line(where)}"
 
     def left() -> str:
-        if (where / RUN_FILE).exists():
-            return f"continue with: {asked.resume_line(where)}"
-        return f"no iteration had begun, so {where} was removed"
+        return again if file.exists() else f"no iteration had begun, so {where} was removed"
 
     try:
         with said_if_ended(left):

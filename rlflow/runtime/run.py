@@ -134,10 +134,10 @@ class Run:
         truncate_after(directory.metrics, self.start - 1)
         self._health = self._healthy_so_far()
         self._metrics = MetricsLog(directory.metrics)
-        self._observer = settings.observer or Observer(directory.path)
+        self._observer = settings.observer or Observer(directory.home)
         self._curve = self._known_curve()
         self._spans = SpanLog(directory.spans / "main.jsonl", process="main")
-        self._devices = DeviceLog(directory.path / DEVICE_LOG)
+        self._devices = DeviceLog(directory.home / DEVICE_LOG)
         self._stopping = Stopping(settings.grace, display.warn)
         self._trained = False
         self._witnessed = directory.read_run().get("saved") is True

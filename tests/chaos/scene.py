@@ -203,8 +203,9 @@ class Scene:
 
 
 def hears_ctrl_c() -> None:
-    """A shell has what it starts in the background ignore Ctrl-C, and what that starts in turn."""
+    """A shell has what it starts in the background ignore Ctrl-C, `nohup` SIGHUP, and so on."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import pytest
 
 from rlflow.errors import RunDirError
 from rlflow.runtime.record import durable
+from rlflow.runtime.record.metrics import MetricsLog, read_metrics
 from rlflow.runtime.record.rundir import RUNS, RunDir, fresh_path, latest_run
 
 GIT = {
@@ -95,6 +96,17 @@ def test_run_in_use_names_its_process(tmp_path):
             assert f"--run-dir {tmp_path}/a-2" in str(caught.value)
             assert 2 == caught.value.exit_code
         assert tmp_path / "a" == RunDir.view(tmp_path / "a").path
+
+
+def test_a_run_stays_where_it_is_where_its_process_goes_elsewhere(tmp_path, monkeypatch):
+    """As it does after a reward function that changes directory; most runs are named from here."""
+    monkeypatch.chdir(tmp_path)
+    with create(Path("a")) as run:
+        monkeypatch.chdir("/")
+        run.note(saved=True)
+        MetricsLog(run.metrics).write(0, {"loss": 1.0})
+        assert run.read_run()["saved"] is True
+    assert ("a", 1) == (str(run.path), len(read_metrics(tmp_path / "a" / "metrics.jsonl")))
 
 
 def test_a_forked_copy_does_not_hold_the_run(tmp_path):

@@ -37,7 +37,7 @@ def recording_noted(
     planned: Planned, options: Mapping[str, Any], directory: RunDir, display: Tells
 ) -> Recording:
     """What a run records, told to the user and noted in its run.json."""
-    recording = recording_asked(planned, options, directory.path)
+    recording = recording_asked(planned, options, directory.home)
     display.say(f"  {recording.line()}")
     directory.note(record=[*recording.rules()])
     return recording

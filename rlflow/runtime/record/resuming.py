@@ -74,7 +74,7 @@ def _of_the_same(entry: object, saved: Mapping[str, str], now: Mapping[str, str]
 
 def has_begun(directory: RunDir) -> bool:
     """Whether a run has begun in a directory, so that there is something to continue."""
-    return (directory.path / "plan.json").exists()
+    return (directory.home / "plan.json").exists()
 
 
 def newest(directory: RunDir) -> Manifest | None:

@@ -54,16 +54,20 @@ FILE_POINTS = register_atomic_faults("rundir:file")
 class RunDir:
     """A run directory. Make one with `create`, `open` (both lock it) or `view` (does not).
 
+    `path` is what a user calls it, `home` the same from the root on: a function of theirs may
+    change the working directory of this process.
+
     The lock goes with `close`, the end of a `with` block, or the process. Every method
     raises `RunDirError` when the disk refuses.
     """
 
     def __init__(self, path: Path, lock: int | None) -> None:
         self.path = path
-        self.checkpoints = path / "checkpoints"
-        self.spans = path / "spans"
-        self.logs = path / "logs"
-        self.metrics = path / "metrics.jsonl"
+        self.home = home = path.absolute()
+        self.checkpoints = home / "checkpoints"
+        self.spans = home / "spans"
+        self.logs = home / "logs"
+        self.metrics = home / "metrics.jsonl"
         self._lock = lock
 
     @classmethod
@@ -145,19 +149,19 @@ class RunDir:
         Its run.json last: killed meanwhile, it is still a run that another command continues.
         """
         with contextlib.suppress(OSError):
-            for entry in self.path.iterdir():
+            for entry in self.home.iterdir():
                 if entry.is_dir():
                     shutil.rmtree(entry, ignore_errors=True)
                 elif entry.name not in {RUN_FILE, LOCK_FILE}:
                     entry.unlink(missing_ok=True)
-        shutil.rmtree(self.path, ignore_errors=True)
-        if self.path.parent.name == RUNS.name:
+        shutil.rmtree(self.home, ignore_errors=True)
+        if self.home.parent.name == RUNS.name:
             with contextlib.suppress(OSError):
-                self.path.parent.rmdir()
+                self.home.parent.rmdir()
 
     def read_run(self) -> Mapping[str, JSON]:
         """What run.json says. Raises `RunDirError` if it is damaged."""
-        return _read_run(self.path)
+        return _read_run(self.home)
 
     def write_config(self, config: Mapping[str, JSON]) -> None:
         """Write config.json, the resolved values; those named like a key are hidden."""
@@ -165,11 +169,11 @@ class RunDir:
 
     def write_graph(self, graph: Mapping[str, JSON]) -> None:
         """Write graph.json, keys hidden; one that differs from it stays as graphs/NUMBER.json."""
-        text, file = exact_json(hidden_values(graph)), self.path / "graph.json"
+        text, file = exact_json(hidden_values(graph)), self.home / "graph.json"
         with disk_errors(RunDirError, f"keep {file}", self.path):
             before = file.read_bytes() if file.exists() else text.encode()
             if before != text.encode():
-                earlier = self.path / "graphs"
+                earlier = self.home / "graphs"
                 earlier.mkdir(exist_ok=True)
                 number = len(list(earlier.iterdir())) + 1
                 write_atomic(earlier / f"{number}.json", before, FILE_POINTS, mode=PRIVATE)
@@ -177,7 +181,7 @@ class RunDir:
 
     def graphs(self) -> list[str]:
         """The texts of graph.json and of the graphs before it."""
-        files = [self.path / "graph.json", *sorted((self.path / "graphs").glob("*.json"))]
+        files = [self.home / "graph.json", *sorted((self.home / "graphs").glob("*.json"))]
         with disk_errors(RunDirError, f"read the graphs of {self.path}", self.path):
             return [file.read_text("utf-8", errors="replace") for file in files if file.exists()]
 
@@ -223,7 +227,7 @@ class RunDir:
 
     def _write(self, name: str, text: str) -> None:
         with disk_errors(RunDirError, f"write {self.path / name}", self.path):
-            write_atomic(self.path / name, text.encode(), FILE_POINTS, mode=PRIVATE)
+            write_atomic(self.home / name, text.encode(), FILE_POINTS, mode=PRIVATE)
 
 
 def words_again(run: Mapping[str, JSON]) -> list[str]:
