@@ -125,6 +125,24 @@ print("goes on")
     assert (0, b"goes on\n") == (done.returncode, done.stdout)
 
 
+def test_a_signal_may_say_something_while_something_is_written():
+    program = f"""
+import os, signal, sys
+sys.argv[0] = "/usr/bin/rlflow"
+exec(open({str(ROOT / "rlflow/cli/shell/early.py")!r}).read())
+signal.signal(signal.SIGALRM, lambda *_: sys.stderr.write("heard\\n"))
+signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+for _ in range(20_000):
+    sys.stderr.write("x\\n")
+signal.setitimer(signal.ITIMER_REAL, 0)
+"""
+    words = [sys.executable, "-S", "-c", program]
+    done = subprocess.run(words, check=False, stderr=subprocess.PIPE, text=True)
+
+    assert 0 == done.returncode, done.stderr[-2000:]
+    assert {"x", "heard"} <= {*done.stderr.splitlines()}
+
+
 def test_a_thread_that_never_ends_does_not_hold_a_command():
     program = (
         COMMAND

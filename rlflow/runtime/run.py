@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rlflow.data.paths import shown
 from rlflow.errors import GraceOver, Interrupted, NumericsError, Preempted, RlflowError
 from rlflow.graph.roles import SamplingOptions
 from rlflow.runtime.display import Display
@@ -162,8 +163,8 @@ class Run:
         again = self.start or self._again
         self._observer.begin(self.display.warn, after=self.start - 1 if again else None)
         try:
-            shown = self.display.running(self.start, self.settings.iterations)
-            with shown, self._stopping.on_signals(executor):
+            running = self.display.running(self.start, self.settings.iterations)
+            with running, self._stopping.on_signals(executor):
                 done = executor.run()
                 self._save(done)
                 self._saving.join()
@@ -343,7 +344,7 @@ class Run:
         allowed = self.settings.allowed
         changes = changes_since(self.directory, found.identity, known, graph, allowed)
         require_more(self.directory, found.iteration, self.settings.iterations)
-        self.display.say(f"resuming after iteration {found.iteration} from {found.path}")
+        self.display.say(f"resuming after iteration {found.iteration} from {shown(found.path)}")
         for change in changes:
             self.display.say(f"from here on {change.line()}")
         if unknown_digests(found.identity, known):

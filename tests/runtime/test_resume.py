@@ -168,7 +168,7 @@ def test_resume_without_a_name_takes_the_run_directory_or_the_latest(
     run = shutil.copytree(whole, tmp_path / "mine")
     result = rlflow(*command(run), "--resume")
     assert 0 == result.code, result.err
-    assert f"resuming after iteration 7 from {run}" in result.err
+    assert "resuming after iteration 7 from mine" in result.err
     (tmp_path / "runs").mkdir()
     shutil.move(run, tmp_path / "runs" / "mine")
     words = [word for word in command(run) if word not in ("--run-dir", run)]

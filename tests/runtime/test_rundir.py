@@ -104,7 +104,8 @@ def test_a_run_stays_where_it_is_where_its_process_goes_elsewhere(tmp_path, monk
     with create(Path("a")) as run:
         monkeypatch.chdir("/")
         run.note(saved=True)
-        MetricsLog(run.metrics).write(0, {"loss": 1.0})
+        with MetricsLog(run.metrics) as log:
+            log.write(0, {"loss": 1.0})
         assert run.read_run()["saved"] is True
     assert ("a", 1) == (str(run.path), len(read_metrics(tmp_path / "a" / "metrics.jsonl")))
 

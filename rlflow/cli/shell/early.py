@@ -41,10 +41,13 @@ class _Heard(io.FileIO):
     lost: type[OSError] = OSError
 
     def write(self, data: Buffer, /) -> int:
-        try:
-            return super().write(data) or 0
-        except self.lost:
-            return memoryview(data).nbytes
+        whole = rest = memoryview(data).cast("B")
+        while rest:
+            try:
+                rest = rest[super().write(rest) or 0 :]
+            except self.lost:
+                break
+        return len(whole)
 
 
 class _Read(_Heard):
@@ -65,11 +68,12 @@ def _open_streams() -> None:
 
 
 def _stream(raw: io.FileIO, like: TextIO | None) -> TextIO:
+    """Straight to it, as of `python -u`: a buffer refuses what a signal says in mid-write."""
     return io.TextIOWrapper(
-        io.BufferedWriter(raw),
+        raw,
         encoding=getattr(like, "encoding", "utf-8"),
         errors=getattr(like, "errors", "backslashreplace"),
-        line_buffering=raw.fileno() == 2 or raw.isatty(),
+        write_through=True,
     )
 
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from rlflow.data.paths import shown
 from rlflow.runtime.record.durable import is_leftover
 from rlflow.runtime.record.edges.choice import Recording
 from rlflow.runtime.record.edges.names import RECORDS, recorded_span
@@ -72,7 +73,7 @@ class RecordKeeper:
             first, last = min(self._dropped), max(self._dropped)
             dropped = len(set(self._dropped))
             line += f"; {dropped} of iterations {first} to {last} dropped for the cap"
-        return f"{line}   look: rlflow samples {self._recording.run}"
+        return f"{line}   look: rlflow samples {shown(self._recording.run)}"
 
     def _look_on(self) -> None:
         pause = LOOK_SECONDS
