@@ -147,7 +147,12 @@ def test_what_the_system_refuses_is_no_bug(rlflow, here, monkeypatch):
         assert 2 == result.code, result.err
         assert result.err.startswith(f"error[E705]: cannot reach {long[:100]}: the name is too")
 
-    for error, code in ((MemoryError(), "E768"), (OSError(errno.ENOSPC, "full"), "E701")):
+    for error, code in (
+        (MemoryError(), "E768"),
+        (ImportError("libtorch.so: failed to map segment from shared object"), "E768"),
+        (OSError(errno.ENOMEM, "none"), "E768"),
+        (OSError(errno.ENOSPC, "full"), "E701"),
+    ):
 
         def raises(*arguments, told=error, **options):
             raise told

@@ -143,6 +143,28 @@ signal.setitimer(signal.ITIMER_REAL, 0)
     assert {"x", "heard"} <= {*done.stderr.splitlines()}
 
 
+def test_what_ends_a_thread_is_said_in_letters():
+    """Of a library or a user's file: its words reach the terminal as all others."""
+    program = (
+        COMMAND
+        + """
+import threading
+stop_on_signals()
+def work():
+    raise ValueError("\\x1b[2J\\nerror[E999]: forged")
+thread = threading.Thread(target=work, name="mine")
+thread.start()
+thread.join()
+"""
+    )
+    code, _, err = run(program)
+
+    assert 0 == code
+    assert err.startswith("warning: thread mine has ended by an error\n  Traceback")
+    assert "\x1b" not in err
+    assert not [line for line in err.splitlines() if line.startswith("error[")]
+
+
 def test_a_thread_that_never_ends_does_not_hold_a_command():
     program = (
         COMMAND

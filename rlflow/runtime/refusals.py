@@ -12,13 +12,23 @@ from rlflow.runtime.record.durable import disk_errors
 # What a device says that takes no more: what is under standard output, for one.
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE}
 
+# What the loader of libraries says then.
+NO_ROOM = "failed to map segment from shared object"
+
+
+def _unloaded(error: BaseException) -> bool:
+    """Whether it is a library, of torch for one, that found no room in the address space."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, ImportError) and NO_ROOM in str(error)
+
 
 def refusal(error: BaseException) -> RlflowError | None:
     """An error for what the system refused; None for what else is raised.
 
     The last to be asked: who knows what a file is for says more.
     """
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or _unloaded(error):
         what = "no memory is left on this machine, or of what this process may have"
         return RunError(Finding(code="E768", what=what, fix="free -h; ulimit -v"))
     if not isinstance(error, OSError):

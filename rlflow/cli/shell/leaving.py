@@ -12,12 +12,14 @@ import contextlib
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
 
 from rlflow.cli.shell.early import STOPPED, on_stops
+from rlflow.errors import printable
 
 # Seconds for what is registered to run at the end, before the process ends in any case.
 PATIENCE = 10.0
@@ -42,6 +44,7 @@ def stop_on_signals() -> None:
     One more, while it cleans up, changes nothing; the third ends the process as it is.
     """
     on_stops(_stop)
+    threading.excepthook = _tell_thread
 
 
 @contextlib.contextmanager
@@ -98,6 +101,14 @@ def _leave_behind(code: int) -> NoReturn:
     with contextlib.suppress(OSError):
         os.write(2, f"warning: ended without {waited}, after {PATIENCE:g} s\n".encode())
     os._exit(code)
+
+
+def _tell_thread(ended: threading.ExceptHookArgs) -> None:
+    """Say what ended a thread that is not ours, in letters alone: the command goes on."""
+    name = ended.thread.name if ended.thread is not None else "without a name"
+    trace = traceback.format_exception(ended.exc_type, ended.exc_value, ended.exc_traceback)
+    said = printable("".join(trace)).rstrip().replace("\n", "\n  ")
+    sys.stderr.write(f"warning: thread {name} has ended by an error\n  {said}\n")
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
