@@ -148,6 +148,8 @@ class Campaign:
         result = self.scene.ended(started, WHOLE if lives or not killed else TOLD)
         seconds = time.monotonic() - struck
         self._nothing_left()
+        if victim == "driver" and result.code == 0:
+            killed = False  # it had come to its end, and nobody had asked for its code yet
         if killed:
             expected(victim, result)
         elif result.code:
