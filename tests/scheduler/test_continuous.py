@@ -242,7 +242,8 @@ def test_in_the_plan_staleness_1_4_and_8_differ():
     graph = replace(graph_of(declare, "long"), lengths=tail)
 
     def seconds(staleness: int, *, continuous: bool) -> float:
-        placement = lasting(ALONE, staleness, continuous=continuous)
+        assign = {**ALONE.assign, ROLLOUT: rf.on("gen", engine=rf.SGLang())}
+        placement = lasting(ALONE, staleness, continuous=continuous, assign=assign)
         return compiled_with(graph, placement, kind="h100").plan.action(ROLLOUT).cost.seconds
 
     drained = seconds(1, continuous=False)

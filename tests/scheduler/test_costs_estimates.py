@@ -275,7 +275,7 @@ def test_a_mesh_is_row_major_and_tp_is_next_to_each_other() -> None:
     assert roof.tp.step == roof.fsdp.step == KINDS["h100"].hop
     assert KINDS["h100"].far_hop == roof.replicas.step
     frozen = costs.roofline(replace(instance, trained=False), costs.shapes["actor"])
-    assert 1 == frozen.replicas.ranks
+    assert 2 == frozen.replicas.ranks
 
 
 @pytest.mark.parametrize(

@@ -222,7 +222,7 @@ class Costs(ExpectedRows):
         turn = self.turn(node, instance)
         return replace(
             roof,
-            paged=roof.paged and not (drafted or node.op.chooses),
+            paged=roof.paged and not (drafted or node.op.chooses or node.op.recalls),
             sequence=roof.sequence and use != "rollout",
             tf32=use in instance.tf32,
             by_rows=head_by_rows(

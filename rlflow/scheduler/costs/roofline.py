@@ -317,12 +317,9 @@ class Roofline(TowerSeconds):
         turn, proposer = self.turn, self.proposer
         if turn is None:
             return self.decoding()
-        eager = self.serving is None and not self.on_cpu
-        policy = self.decoding(turn.read, eager=eager)
+        policy, plain = self.decoding(turn.read), self.decoding()
         spans = (1, *(turn.beams for _ in range(turn.drafted - 1))) if turn.drafted else ()
-        drafts = [proposer.passing(span, eager=eager) for span in spans] if proposer else []
-
-        plain = self.decoding(eager=eager)
+        drafts = [proposer.passing(span) for span in spans] if proposer else []
 
         def step(rows: float, context: float) -> float:
             if rows > turn.rows:
@@ -332,37 +329,38 @@ class Roofline(TowerSeconds):
 
         return step
 
-    def decoding(self, span: int = 1, *, eager: bool = False) -> Step:
+    def decoding(self, span: int = 1) -> Step:
         """Seconds of a step in which each row reads `span` tokens after its context.
 
         An engine in a process of its own then schedules the next step.
         """
-        one, serving, rate = self.passing(span, eager=eager), self.serving, self.kind.host
+        one, serving, rate = self.passing(span), self.serving, self.kind.host
         if serving is None or self.on_cpu:
             return one
         return lambda rows, context: one(rows, context) + serving.scheduled(rows) * rate
 
-    def passing(self, span: int = 1, *, eager: bool = False) -> Step:
-        """Seconds of the model alone in such a step; `eager` where graphs do not replay it.
+    def passing(self, span: int = 1) -> Step:
+        """Seconds of the model alone in such a step.
 
         An accelerator reads weights, then what is cached, and is idle as each kernel begins and
-        ends.
+        ends. Of the embedded engine the host launches every kernel where graphs do not replay it.
         """
         reading, brought = self._reading(), self.brought()
         launch, replayed = self.kind.launch, self.kind.replayed
         stepped, captured = self.step_kernels, -1 if self.serving is None else self.serving.captured
-        whole = self.replays or eager
+        embedded = self.serving is None and not self.on_cpu
 
         def seconds(rows: float, context: float) -> float:
             tokens = rows * span
-            found = max(reading(tokens, rows, context), brought)
-            if whole:
+            found = reading(tokens, rows, context)
+            if embedded:
                 found += launch + stepped * replayed
-                found = max(found, stepped * launch) if eager else found
+                found = found if self.replays else max(found, stepped * launch)
             elif rows <= captured:
                 found += launch + self.kernels * replayed
             else:
                 found = self.launched(found)
+            found = max(found, brought)
             return found + self.agreed(tokens)
 
         return seconds
