@@ -1,9 +1,10 @@
 """Whether GRPO learns alike where its rollouts never drain, over several seeds.
 
-`pipelines/async_grpo.py`, whose loss corrects for tokens of older weights, runs synchronously and
-with rollouts that never drain at staleness 2, with the same seeds, prompts and start.
+`pipelines/async_grpo.py`, whose loss corrects for tokens of older weights, runs synchronously, at
+staleness 2 with rollouts that drain, and there with such that never do, with the same seeds,
+prompts and start. What older weights cost is the second beside the first.
 
-python benchmarks/learning_continuous.py
+python benchmarks/learning_continuous.py --seeds 6
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from learning_all import Series, gathered, run_once, watched
 
 NAME = "async_grpo"
 FILE = HERE / "learning_continuous_side.py"
-SIDES = ("synchronous", "continuous")
+SIDES = ("synchronous", "stale", "continuous")
 SMALL = ("--set", "prompts_per_iteration=16", "--set", "eval_every=20")
 # Student's t of 95 % by degrees of freedom, from the first on; further ones are normal.
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)

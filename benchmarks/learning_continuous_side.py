@@ -27,7 +27,11 @@ def placed(staleness: int, *, continuous: bool = False) -> rf.Placement:
 
 
 @rf.pipeline(
-    placements={"synchronous": placed(0), "continuous": placed(2, continuous=True)},
+    placements={
+        "synchronous": placed(0),
+        "stale": placed(2),
+        "continuous": placed(2, continuous=True),
+    },
 )
 def async_grpo(cfg: Config) -> None:
     """The graph of that file."""
