@@ -107,7 +107,7 @@ def side(placement: str, iterations: int) -> dict[str, Any]:
     assert all(numbers["actor.rollout/finished"] == 1 for numbers in ends.numbers)
     return {
         "spent": [[name, i, own] for (name, i), own in clocked.spent.items()],
-        "inside": inside,
+        "inside": list(inside),
         "length": [numbers["actor.rollout/length"] for numbers in ends.numbers],
         "lag": [numbers.get("actor.rollout/lag_max", 0.0) for numbers in ends.numbers],
     }
