@@ -207,12 +207,29 @@ def test_short_rows_are_read_with_fewer_columns_to_the_same_bits(model_dir, monk
 
 
 def test_a_band_of_its_own_has_to_save_more_than_it_costs():
-    assert 3 == bands.first_narrow([100, 90, 20], [8, 8, 8])
-    assert 2 == bands.first_narrow([300, 290, 20], [8, 8, 8])
-    assert 1 == bands.first_narrow([300, 60, 50], [8, 8, 8])
-    assert 3 == bands.first_narrow([20, 60, 300], [8, 8, 8])
-    assert 0 == bands.first_narrow([], [])
-    assert 300 * 8 + 60 * 16 == bands.columns_read([300, 60, 50], [8, 8, 8])
+    assert 24 == bands.first_narrow([100] * 8 + [90] * 8 + [20] * 8)
+    assert 16 == bands.first_narrow([300] * 8 + [290] * 8 + [20] * 8)
+    assert 8 == bands.first_narrow([300] * 8 + [60, 50] * 8)
+    assert 24 == bands.first_narrow([20] * 8 + [60] * 8 + [300] * 8)
+    assert 0 == bands.first_narrow([])
+    assert 300 * 8 + 60 * 16 == bands.columns_read([300] * 8 + [60, 50] * 8, 8)
+
+
+def test_no_short_row_comes_to_lie_among_long_ones():
+    """Of ten rows the second band begins at the fourth; then there is one band."""
+    assert [1, 3, 9] == bands.moves_up(1, 10, 4)
+    assert [3, 9] == bands.moves_up(3, 10, 4)
+    assert [6, 9] == bands.moves_up(6, 10, 4)
+    assert [9] == bands.moves_up(9, 10, 4)
+    assert [1, 9] == bands.moves_up(1, 10, 10) == bands.moves_up(1, 10, 0)
+    assert [1, 9] == bands.moves_up(1, 10, 12)
+
+
+def test_of_many_rows_some_are_looked_at_together():
+    """Of 100 rows two at a time: the third that is long has the fourth beside it."""
+    long = [300.0] * 3 + [10.0] * 97
+    assert 4 == bands.first_narrow(long)
+    assert 300 * 4 + 10 * 96 == bands.columns_read(long, 4)
 
 
 def replicas_of(path, asked, sampling, count: int, every: int, *, reread: bool):

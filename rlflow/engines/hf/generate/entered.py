@@ -6,6 +6,7 @@ that begin together as one. This file knows neither when rows enter nor what the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -19,7 +20,7 @@ from rlflow.engines.hf.generate.attention import DecodeAttention
 from rlflow.engines.hf.generate.cache import MULTIPLE, KeyValueCache, filled_up, stored_parts
 from rlflow.engines.hf.generate.decoding import prefill
 from rlflow.engines.hf.models import TorchModel
-from rlflow.graph.rules.bands import first_narrow
+from rlflow.graph.rules.bands import first_narrow, moves_up
 
 # Tokens that are read in one pass, where rows that enter have more.
 READ_AT_ONCE = 1 << 16
@@ -60,14 +61,30 @@ class EnteredCache(KeyValueCache):
         known = self.lengths[: self.live]
         self._lie(torch.cat([known, read.lengths[sources].to(known.device)]))
 
-    def leave(self, kept: Tensor) -> Tensor:
-        """Go on with the rows of ascending int64 `kept` alone; the place of each."""
-        known = self.lengths[kept]
-        places = self.branch(kept)
-        lie = torch.empty_like(known)
-        lie[places] = known
-        self._lie(lie)
-        return places
+    def leave(self, ended: list[int]) -> Tensor:
+        """Go on without the rows at ascending places `ended`; which row each place has then had."""
+        order, narrow = list(range(self.live)), self.narrow
+        for place in reversed(ended):
+            places = moves_up(place, len(order), narrow)
+            for to, source in itertools.pairwise(places):
+                order[to] = order[source]
+            order.pop()
+            narrow -= place < narrow
+        kept = torch.tensor(order, dtype=torch.int64, device=self.lengths.device)
+        moved = (kept != torch.arange(len(order), device=kept.device)).nonzero()[:, 0]
+        self._copy(kept[moved], moved)
+        self._lie(self.lengths[kept])
+        return kept
+
+    def _copy(self, sources: Tensor, places: Tensor) -> None:
+        """Put rows into other places, of all layers."""
+        seen = self.column + 1
+        for parts in self.buffers.values():
+            for buffer in parts:
+                buffer[places, :, :seen] = buffer[sources, :, :seen]
+        for states in self.states.values():
+            for state in states.values():
+                state[places] = state[sources]
 
     def advance(self) -> None:
         """Open the next column of every live row."""
@@ -93,7 +110,7 @@ class EnteredCache(KeyValueCache):
     def _part(self) -> None:
         """Which rows are read apart: from row `narrow` on, with so many columns."""
         columns = (self.sizes + 1).tolist()
-        self.narrow = first_narrow(columns, [1] * self.live)
+        self.narrow = first_narrow(columns)
         self.narrow_columns = max(columns[self.narrow :], default=self.column + 1)
 
     def close(self) -> None:
@@ -241,8 +258,7 @@ class LiveRows:
     def leave(self, rows: np.ndarray) -> None:
         """Rows that are live are so no longer; some others go on."""
         assert self.logits is not None
-        kept = torch.from_numpy(np.flatnonzero(~np.isin(self.live, rows))).to(self.model.device)
-        kept = kept[torch.argsort(self.cache.leave(kept))]
+        kept = self.cache.leave(np.flatnonzero(np.isin(self.live, rows)).tolist())
         self.live, self.logits = self.live[kept.cpu().numpy()], self.logits[kept]
 
     def follow(self, tokens: Tensor, going: np.ndarray) -> None:
@@ -251,8 +267,7 @@ class LiveRows:
             self._empty()
             return
         if not going.all():
-            kept = torch.from_numpy(np.flatnonzero(going)).to(self.model.device)
-            kept = kept[torch.argsort(self.cache.leave(kept))]
+            kept = self.cache.leave(np.flatnonzero(~going).tolist())
             self.live, tokens = self.live[kept.cpu().numpy()], tokens[kept]
         cache = self.cache
         cache.advance()

@@ -10,6 +10,7 @@ What a step takes, the model's roofline says.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from statistics import NormalDist, fmean
 
 from rlflow.graph.graph import Node
 from rlflow.graph.roles import Recalling
-from rlflow.graph.rules.bands import columns_read
+from rlflow.graph.rules.bands import columns_read, first_narrow, moves_up
 from rlflow.graph.rules.in_flight import Bound, Dealing, Pace
 from rlflow.scheduler.costs.lengths import Load, ResponseLengths, Stage, location
 from rlflow.scheduler.costs.roofline import Roofline
@@ -79,10 +80,10 @@ def rollout_swings(roof: Roofline, node: Node, load: Load) -> tuple[float, ...]:
 
 def _played(
     roof: Roofline, load: Load, span: int
-) -> tuple[ResponseLengths, int, int, float, int, int]:
+) -> tuple[ResponseLengths, int, int, float, int, int, bool]:
     n = max(round(load.rows / load.prompts), 1)
     groups, room = max(round(load.prompts * load.peers), 1), roof.at_once(load) * load.peers
-    return load.lengths, groups, n, room, span, load.peers
+    return load.lengths, groups, n, room, span, load.peers, roof.serving is None
 
 
 def _seconds(roof: Roofline, load: Load, lasting: Steady) -> float:
@@ -122,9 +123,17 @@ def drawn_length(lengths: ResponseLengths, source: Random) -> int:
 
 @lru_cache(maxsize=256)
 def drawn_iterations(
-    lengths: ResponseLengths, groups: int, n: int, room: float, span: int, replicas: int = 1
+    lengths: ResponseLengths,
+    groups: int,
+    n: int,
+    room: float,
+    span: int,
+    replicas: int = 1,
+    lie: bool = True,
 ) -> tuple[Steady, ...]:
     """Iterations of `groups` groups of `n` rows, of which `room` rows are live at most.
+
+    Where rows `lie` in the embedded engine's cache, `widths` are counted; else they are ages.
 
     No group leaves more than `span` iterations after that in which it began. Together they decode
     as many tokens as rows have in the mean.
@@ -132,7 +141,7 @@ def drawn_iterations(
     played = max(min(groups, MOST_GROUPS, MOST_PLAYED // n), min(groups, replicas), 1)
     scale = groups / played
     dealt = replicas, max(int(room / scale), n)
-    flow = _Flow(lengths, Bound(batch=played, span=span), n, dealt)
+    flow = _Flow(lengths, Bound(batch=played, span=span), n, dealt, lie=lie)
     for _ in range(2 * span + 1):
         flow.iterate()
     found = []
@@ -160,10 +169,16 @@ def drawn_iterations(
 
 @lru_cache(maxsize=256)
 def steady(
-    lengths: ResponseLengths, groups: int, n: int, room: float, span: int, replicas: int = 1
+    lengths: ResponseLengths,
+    groups: int,
+    n: int,
+    room: float,
+    span: int,
+    replicas: int = 1,
+    lie: bool = True,
 ) -> Steady:
     """The mean of the iterations that are drawn."""
-    found = drawn_iterations(lengths, groups, n, room, span, replicas)
+    found = drawn_iterations(lengths, groups, n, room, span, replicas, lie)
     rows = fmean(each.rows for each in found)
     aged = fmean(each.rows * each.age for each in found)
     stages = tuple(
@@ -182,15 +197,20 @@ class _Flow:
     """
 
     def __init__(
-        self, lengths: ResponseLengths, bound: Bound, n: int, dealt: tuple[int, int]
+        self,
+        lengths: ResponseLengths,
+        bound: Bound,
+        n: int,
+        dealt: tuple[int, int],
+        *,
+        lie: bool,
     ) -> None:
         self.lengths, self.bound, self.n, self.dealt = lengths, bound, n, dealt
         self.dealing = Dealing(*dealt)
         self.source = drawn_lengths(lengths, bound.span)
         self.iteration = self.now = self.next = self.sum_begun = 0
-        self.live: list[tuple[int, int, int]] = []
-        # Live rows by when they began, in that order.
-        self.entered: dict[int, int] = {}
+        self.live: list[tuple[int, int, int, int]] = []
+        self.cache = _Cache() if lie else None
         self.begun: dict[int, int] = {}
         self.left: dict[int, int] = {}
         self.ended: list[int] = []
@@ -207,6 +227,8 @@ class _Flow:
         """Decode until an iteration's groups are complete, work ahead, and let them leave."""
         self.rows += len(self.live)
         self.age += len(self.live) * self.now - self.sum_begun
+        if self.cache is not None:
+            self.cache.read_again()
         self.dealing = Dealing(*self.dealt)
         self.dealing.go_on({group: left for group, left in self.left.items() if left})
         known, first = -1, self.now
@@ -232,19 +254,14 @@ class _Flow:
         until, before = self.bound.open_until(self.iteration), self.next
         while self.next < until and self.dealing.begins(self.next, self.n):
             self.begun[self.next], self.left[self.next] = self.iteration, self.n
-            for _ in range(self.n):
+            for row in range(self.next * self.n, (self.next + 1) * self.n):
                 end = self.now + drawn_length(self.lengths, self.source)
-                heapq.heappush(self.live, (end, self.next, self.now))
-            self.entered[self.now] = self.entered.get(self.now, 0) + self.n
+                heapq.heappush(self.live, (end, self.next, row, self.now))
+                if self.cache is not None:
+                    self.cache.enter(row, self.now)
             self.sum_begun += self.n * self.now
             self.next += 1
         self.passes += self.next > before
-
-    def _columns(self, middle: float) -> float:
-        """Tokens of response that are read of a row in the mean, of rows in one or two bands."""
-        ages = [middle - begun for begun in self.entered]
-        counts = list(self.entered.values())
-        return columns_read(ages, counts) / len(self.live)
 
     def _step(self, most: int | None = None) -> None:
         """Go on to the next end of a row, which leaves, or by as many steps if that is less."""
@@ -253,20 +270,58 @@ class _Flow:
         if steps:
             most = max(self.dealing.live)
             spent = self.spent[round(math.log(most) / math.log(APART))]
+            middle = self.now + steps / 2
             spent[0] += steps
             spent[1] += steps * live
-            spent[2] += steps * (live * (self.now + steps / 2) - self.sum_begun)
+            spent[2] += steps * (live * middle - self.sum_begun)
             spent[3] += steps * most
-            spent[4] += steps * self._columns(self.now + steps / 2)
+            if self.cache is not None:
+                spent[4] += steps * self.cache.columns(middle) / live
         self.now += steps
         if steps < left:
             return
-        _, group, began = heapq.heappop(self.live)
+        _, group, row, began = heapq.heappop(self.live)
         self.sum_begun -= began
-        self.entered[began] -= 1
-        if not self.entered[began]:
-            del self.entered[began]
+        if self.cache is not None:
+            self.cache.leave(row)
         self.left[group] -= 1
         self.dealing.ends(group)
         if not self.left[group]:
             self.ended.append(group)
+
+
+class _Cache:
+    """How rows lie in the embedded engine's cache, each as the step at which it began.
+
+    Rows in flight are read again when an iteration begins, in the order in which they began.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, int]] = []
+        self.places: dict[int, int] = {}
+        self.narrow = 0
+
+    def enter(self, row: int, now: int) -> None:
+        """A row begins, behind those that are there."""
+        self.places[row] = len(self.rows)
+        self.rows.append((row, now))
+
+    def leave(self, row: int) -> None:
+        """A row ends, and others move up."""
+        place, count = self.places.pop(row), len(self.rows)
+        for to, source in itertools.pairwise(moves_up(place, count, self.narrow)):
+            self.rows[to] = self.rows[source]
+            self.places[self.rows[to][0]] = to
+        self.rows.pop()
+        self.narrow -= place < self.narrow
+
+    def read_again(self) -> None:
+        """All rows lie in their order."""
+        self.rows.sort()
+        self.places = {row: place for place, (row, _) in enumerate(self.rows)}
+
+    def columns(self, now: float) -> float:
+        """The tokens of response that are read of all rows in a step."""
+        ages = [now - begun for _, begun in self.rows]
+        self.narrow = first_narrow(ages)
+        return columns_read(ages, self.narrow)
