@@ -140,7 +140,8 @@ class Session:
             address = str(self.address)
             self._keeper = Keeper(lambda: clusters.connect(address))
         self._settings.enter_context(ray_settings(settings))
-        with variables(marks), a_word_if_gone(self._refusal(ENDED).render() + "\n"):
+        # Who has the marks is killed with the session; whoever says what became of it has none.
+        with a_word_if_gone(self._refusal(ENDED).render() + "\n"), variables(marks):
             self._keeper.begin(self._refusal, seconds)
         _restore_signals()
 
