@@ -173,7 +173,7 @@ def step_seconds(steps: Mapping[Any, Mapping[Any, float]], rows: float, seen: fl
 
 
 def predicted(placement: str, engine: Mapping[str, Any], drained: Mapping[str, Any]) -> float:
-    """The period of a side on the virtual clock, with what its iterations are expected to take.
+    """Tokens a second of a side on the virtual clock: of what its iterations are expected to take.
 
     Of a rollout by the engine's steps and passes, and beside them as on the drained side, as of
     other actions.
@@ -218,7 +218,7 @@ def predicted(placement: str, engine: Mapping[str, Any], drained: Mapping[str, A
 
     count = WARMUP + 8 * len(rollouts) + 8
     ends = played(plan, taken, count)
-    return (ends[-1] - ends[WARMUP]) / (count - 1 - WARMUP)
+    return groups * n * lengths.mean * (count - 1 - WARMUP) / (ends[-1] - ends[WARMUP])
 
 
 def rate(ends: Sequence[float], tokens: Sequence[float]) -> float:
@@ -323,12 +323,11 @@ def main() -> None:
             found = apart(__file__, words, f"continuous-{name}-{number}")
             first = first or found
             tokens = [64 * length for length in found["length"]]
-            per = statistics.fmean(tokens[WARMUP:])
             beside = on_ray(name, given.iterations)
             turn[name] = {
                 "own": rate(found["own"], tokens),
                 "ray": rate(beside["ends"], [64 * each for each in beside["length"]]),
-                "predicted": per / predicted(name, found["engine"], first),
+                "predicted": predicted(name, found["engine"], first),
                 "lag": max(found["lag"]),
             }
         turns.append(turn)
