@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
+from rlflow.data.paths import shown
 from rlflow.errors import Finding, RlflowError, RunError, error_text, printable
 from rlflow.runtime.execute.executor import Completion
 from rlflow.runtime.record.checkpoint import set_aside
@@ -39,9 +40,9 @@ def last_words(error: Exception, log: Path, resume_line: str, said: str = "") ->
     try:
         with open_private(log, "w") as file:
             file.write(printable("".join(traceback.format_exception(error))))
-        kept = f"traceback: {log}"
+        kept = f"traceback: {shown(log)}"
     except OSError as unwritten:
-        kept = f"the traceback could not be written to {log}: {unwritten.strerror}"
+        kept = f"the traceback could not be written to {shown(log)}: {unwritten.strerror}"
     ways = f"{said}\n{kept}".strip()
     ways += "" if said == ONLY else f"\ncontinue with: {resume_line}"
     if isinstance(error, OSError):

@@ -157,7 +157,7 @@ def test_options_reach_the_reward_function():
         (-math.inf, "returned -inf"),
         (None, "returned None"),
         ("1.0", "returned '1.0'"),
-        ([1.0, 2.0], "returned [1.0, 2.0]: float() argument"),
+        ([1.0, 2.0], "returned [1.0, 2.0]: TypeError: float() argument"),
     ],
 )
 def test_what_is_no_reward_names_the_sample(value, problem):

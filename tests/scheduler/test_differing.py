@@ -47,7 +47,7 @@ def test_a_mean_of_maxima_is_more_than_the_maximum_of_means() -> None:
     assert found == pytest.approx(fmean([2, 4]), rel=0.05)
 
 
-@pytest.mark.parametrize("epochs", [1, 50])
+@pytest.mark.parametrize("epochs", [1, 100])
 def test_a_plan_whose_iterations_differ_says_what_simulate_plays(epochs: int) -> None:
     plan = flowing(epochs)
     timing = plan.timing

@@ -24,12 +24,12 @@ WORDS, EXPERTS, HEADS, HEAD = 151_936, 128, 4, 128
 
 
 def rank_parameters(name: str, tp: int) -> int:
-    """Parameters on a rank by hand: norms whole, a head of keys and values at the least."""
+    """Parameters on a rank by hand: norms and routers whole, a head of keys and values at least."""
     layers, hidden, queries, width = SIZES[name]
     norms = layers * (2 * hidden + 2 * HEAD) + hidden
     keys = 2 * layers * hidden * HEAD * max(HEADS // tp, 1)
-    others = 2 * hidden * queries * HEAD + hidden * EXPERTS + EXPERTS * 3 * hidden * width
-    return norms + keys + (2 * WORDS * hidden + layers * others) // tp
+    others = 2 * hidden * queries * HEAD + EXPERTS * 3 * hidden * width
+    return norms + layers * hidden * EXPERTS + keys + (2 * WORDS * hidden + layers * others) // tp
 
 
 def in_engine(plan: Plan, engine: str) -> tuple[int, float]:

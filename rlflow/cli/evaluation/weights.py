@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rlflow.cli.export import export_checkpoint
 from rlflow.cli.options import read_run
+from rlflow.data.paths import shown
 from rlflow.errors import CheckpointError, Finding, UsageError, near_names
 from rlflow.graph.model import Model
 from rlflow.graph.pipeline import Pipeline
@@ -49,7 +50,7 @@ class NamedWeights:
         if self.checkpoint is not None:
             done = NAME_FORM.fullmatch(self.checkpoint.name)
             after = f" after {int(done[1])} iterations" if done else ""
-            return f"{model}{after}, {self.checkpoint}"
+            return f"{model}{after}, {shown(self.checkpoint)}"
         return f"{model} of {self.path}" if self.path else f"{model} as {self.said} begins"
 
 
