@@ -180,7 +180,7 @@ def predicted(placement: str, engine: Mapping[str, Any], drained: Mapping[str, A
     """
     from rlflow.graph.roles import Recalling
     from rlflow.scheduler.costs.lengths import as_seen, stages
-    from rlflow.scheduler.costs.rows.steady import drawn_iterations
+    from rlflow.scheduler.costs.rows.steady import Undrained, drawn_iterations
 
     sys.path.insert(0, str(PIPELINE.parent))
     import tails
@@ -202,7 +202,7 @@ def predicted(placement: str, engine: Mapping[str, Any], drained: Mapping[str, A
         )
         rollouts.append(beside + decoding + engine["pass"] + reading * groups * PROMPT)
     else:
-        for each in drawn_iterations(lengths, groups, n, groups * n, lasting.keep):
+        for each in drawn_iterations(Undrained(lengths, groups, n, groups * n, lasting.keep)):
             decoding = sum(
                 s.tokens * step_seconds(steps, -(-s.live // 8) * 8, PROMPT + width)
                 for s, width in zip(each.stages, each.widths, strict=True)

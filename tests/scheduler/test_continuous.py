@@ -11,7 +11,7 @@ from rlflow import ops
 from rlflow.errors import PlanError
 from rlflow.graph.roles import Drawn, Recalling
 from rlflow.scheduler.costs.lengths import ResponseLengths, full_lengths, stages
-from rlflow.scheduler.costs.rows.steady import drawn_length, drawn_lengths, steady
+from rlflow.scheduler.costs.rows.steady import Undrained, drawn_length, drawn_lengths, steady
 from rlflow.scheduler.passes.staleness import stale_rollouts
 from rlflow.scheduler.plan.lags import largest_lag
 from rlflow.scheduler.plan.plan import Plan
@@ -178,7 +178,7 @@ def test_as_many_tokens_are_decoded_as_rows_have_in_fewer_steps(span):
     """Work is conserved, and an iteration waits for its share of the longest row only."""
     drained = stages(LENGTHS, 256, 1)
     steps = sum(stage.tokens * stage.goes_on for stage in drained)
-    found = steady(LENGTHS, 32, 8, 256, span)
+    found = steady(Undrained(LENGTHS, 32, 8, 256, span))
     tokens = sum(stage.tokens * stage.live for stage in found.stages)
     assert 256 * 256 == pytest.approx(tokens, rel=0.08)
     assert sum(stage.tokens for stage in found.stages) < 1.15 * steps / (span + 1) + 256
@@ -191,8 +191,8 @@ def test_replicas_have_as_many_tokens_a_step_together_as_their_rates(replicas):
 
     Each turn waits for the one with the most rows, an eighth more than in the mean for four.
     """
-    one = steady(LENGTHS, 16, 4, 64, 2)
-    found = steady(LENGTHS, 16 * replicas, 4, 64 * replicas, 2, replicas)
+    one = steady(Undrained(LENGTHS, 16, 4, 64, 2))
+    found = steady(Undrained(LENGTHS, 16 * replicas, 4, 64 * replicas, 2, replicas))
     steps, alone = (sum(stage.tokens for stage in each.stages) for each in (found, one))
     assert alone == pytest.approx(steps, rel=0.15)
     most = sum(stage.tokens * stage.live for stage in found.stages)
@@ -205,9 +205,9 @@ def test_of_a_tail_more_columns_are_read_than_rows_have_tokens_but_not_those_of_
 
     Two bands leave little of what one would read, 2.3 times as much as rows have.
     """
-    alike = steady(full_lengths(100), 8, 2, 16, 1)
+    alike = steady(Undrained(full_lengths(100), 8, 2, 16, 1))
     assert [stage.age for stage in alike.stages] == pytest.approx(alike.widths)
-    found = steady(LENGTHS, 32, 8, 256, 2)
+    found = steady(Undrained(LENGTHS, 32, 8, 256, 2))
     assert all(s.age <= w for s, w in zip(found.stages, found.widths, strict=True))
     decoded = sum(stage.tokens for stage in found.stages)
     read = sum(s.tokens * w for s, w in zip(found.stages, found.widths, strict=True)) / decoded
@@ -216,13 +216,13 @@ def test_of_a_tail_more_columns_are_read_than_rows_have_tokens_but_not_those_of_
 
 
 def test_rows_of_one_length_flow_at_the_rate_of_the_room():
-    found = steady(full_lengths(100), 8, 2, 16, 1)
+    found = steady(Undrained(full_lengths(100), 8, 2, 16, 1))
     assert 100 == pytest.approx(sum(stage.tokens for stage in found.stages), rel=0.01)
-    assert found == steady(full_lengths(100), 8, 2, 16, 1)
+    assert found == steady(Undrained(full_lengths(100), 8, 2, 16, 1))
 
 
 def test_large_batches_are_played_as_smaller_ones():
-    small, large = (steady(LENGTHS, groups, 8, 8 * groups, 2) for groups in (64, 640))
+    small, large = (steady(Undrained(LENGTHS, groups, 8, 8 * groups, 2)) for groups in (64, 640))
     steps = [sum(stage.tokens for stage in each.stages) for each in (small, large)]
     assert steps[0] == pytest.approx(steps[1], rel=1e-9)
     assert large.rows == pytest.approx(10 * small.rows)

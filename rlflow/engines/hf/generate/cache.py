@@ -194,14 +194,8 @@ class KeyValueCache:
         free = torch.ones(left, dtype=torch.bool, device=parents.device)
         free[parents[stays]] = False
         places = parents.masked_scatter(~stays, free.nonzero()[:, 0])
-        source, place, seen = parents[~stays], places[~stays], self.column + 1
         # A free place has no parent in it, so nothing is written over that is still to be read.
-        for pair in self.buffers.values():
-            for buffer in pair:
-                buffer[place, :, :seen] = buffer[source, :, :seen]
-        for states in self.states.values():
-            for state in states.values():
-                state[place] = state[source]
+        self.move_rows(parents[~stays], places[~stays])
         lengths = self.lengths[parents]
         self.rows = min(self.room, -(-left // MULTIPLE) * MULTIPLE)
         self.lengths = lengths.new_full((self.rows,), self.width)
@@ -212,6 +206,16 @@ class KeyValueCache:
             self.shifts[places] = moved
         self.biases = {}
         return places
+
+    def move_rows(self, sources: Tensor, places: Tensor) -> None:
+        """Put rows into other places, with what they have seen in all layers."""
+        seen = self.column + 1
+        for parts in self.buffers.values():
+            for buffer in parts:
+                buffer[places, :, :seen] = buffer[sources, :, :seen]
+        for states in self.states.values():
+            for state in states.values():
+                state[places] = state[sources]
 
     def keep(self, live: Tensor) -> Tensor:
         """Drop the rows that are false in bool `live [rows]`; the order of those that stay.

@@ -72,19 +72,9 @@ class EnteredCache(KeyValueCache):
             narrow -= place < narrow
         kept = torch.tensor(order, dtype=torch.int64, device=self.lengths.device)
         moved = (kept != torch.arange(len(order), device=kept.device)).nonzero()[:, 0]
-        self._copy(kept[moved], moved)
+        self.move_rows(kept[moved], moved)
         self._lie(self.lengths[kept])
         return kept
-
-    def _copy(self, sources: Tensor, places: Tensor) -> None:
-        """Put rows into other places, of all layers."""
-        seen = self.column + 1
-        for parts in self.buffers.values():
-            for buffer in parts:
-                buffer[places, :, :seen] = buffer[sources, :, :seen]
-        for states in self.states.values():
-            for state in states.values():
-                state[places] = state[sources]
 
     def advance(self) -> None:
         """Open the next column of every live row."""

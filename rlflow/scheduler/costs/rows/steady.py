@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from random import Random
 from statistics import NormalDist, fmean
+from typing import NamedTuple
 
 from rlflow.graph.graph import Node
 from rlflow.graph.roles import Recalling
@@ -57,7 +58,7 @@ def continuous_seconds(roof: Roofline, load: Load, span: int) -> float:
 
     `load` is the share of one of its replicas. No more rows are live than in a rollout that drains.
     """
-    return _seconds(roof, load, steady(*_played(roof, load, span)))
+    return _seconds(roof, load, steady(_played(roof, load, span)))
 
 
 def most_dealt(node: Node, load: Load) -> Load:
@@ -72,18 +73,16 @@ def rollout_swings(roof: Roofline, node: Node, load: Load) -> tuple[float, ...]:
     """What single iterations of a continuous rollout take in a row, as parts of their mean."""
     if (lasting := node.role(Recalling)) is None or node.op.use != "rollout":
         return ()
-    played = drawn_iterations(*_played(roof, load, lasting.keep))
+    played = drawn_iterations(_played(roof, load, lasting.keep))
     found = [_seconds(roof, load, each) for each in played]
     mean = fmean(found)
     return tuple(round(each / mean, 4) for each in found)
 
 
-def _played(
-    roof: Roofline, load: Load, span: int
-) -> tuple[ResponseLengths, int, int, float, int, int, bool]:
+def _played(roof: Roofline, load: Load, span: int) -> Undrained:
     n = max(round(load.rows / load.prompts), 1)
     groups, room = max(round(load.prompts * load.peers), 1), roof.at_once(load) * load.peers
-    return load.lengths, groups, n, room, span, load.peers, roof.serving is None
+    return Undrained(load.lengths, groups, n, room, span, load.peers, roof.serving is None)
 
 
 def _seconds(roof: Roofline, load: Load, lasting: Steady) -> float:
@@ -121,23 +120,26 @@ def drawn_length(lengths: ResponseLengths, source: Random) -> int:
     return max(min(round(length), lengths.end), 1)
 
 
-@lru_cache(maxsize=256)
-def drawn_iterations(
-    lengths: ResponseLengths,
-    groups: int,
-    n: int,
-    room: float,
-    span: int,
-    replicas: int = 1,
-    lie: bool = True,
-) -> tuple[Steady, ...]:
-    """Iterations of `groups` groups of `n` rows, of which `room` rows are live at most.
+class Undrained(NamedTuple):
+    """A rollout that never drains: `groups` groups of `n` rows an iteration, `room` live at most.
 
-    Where rows `lie` in the embedded engine's cache, `widths` are counted; else they are ages.
-
-    No group leaves more than `span` iterations after that in which it began. Together they decode
-    as many tokens as rows have in the mean.
+    No group leaves more than `span` iterations after that in which it began. Where rows `lie` in
+    the embedded engine's cache, `widths` are counted.
     """
+
+    lengths: ResponseLengths
+    groups: int
+    n: int
+    room: float
+    span: int
+    replicas: int = 1
+    lie: bool = True
+
+
+@lru_cache(maxsize=256)
+def drawn_iterations(asked: Undrained) -> tuple[Steady, ...]:
+    """Iterations of a rollout, which together decode as many tokens as rows have in the mean."""
+    lengths, groups, n, room, span, replicas, lie = asked
     played = max(min(groups, MOST_GROUPS, MOST_PLAYED // n), min(groups, replicas), 1)
     scale = groups / played
     dealt = replicas, max(int(room / scale), n)
@@ -168,17 +170,9 @@ def drawn_iterations(
 
 
 @lru_cache(maxsize=256)
-def steady(
-    lengths: ResponseLengths,
-    groups: int,
-    n: int,
-    room: float,
-    span: int,
-    replicas: int = 1,
-    lie: bool = True,
-) -> Steady:
+def steady(asked: Undrained) -> Steady:
     """The mean of the iterations that are drawn."""
-    found = drawn_iterations(lengths, groups, n, room, span, replicas, lie)
+    found = drawn_iterations(asked)
     rows = fmean(each.rows for each in found)
     aged = fmean(each.rows * each.age for each in found)
     stages = tuple(
