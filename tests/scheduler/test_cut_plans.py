@@ -170,14 +170,18 @@ def needless(graph, only, read):
 
 
 def holds_what_was_asked(graph, part, only, read):
-    """Named nodes are there, all that they read is there, and nothing else is."""
+    """Named nodes are there, all that they read is there, and nothing else is.
+
+    What an average is taken of is there too: the updates that make those weights.
+    """
     assert set(only) <= set(names(part))
     for node in part.nodes:
         assert set(node.sources) <= set(names(part))
     roots = set(only) or {node.name for node in graph.nodes if node.op.effect != "pure"}
     sinks = {node.name for node in part.nodes if node.op.name == "sink"}
     used = {source for node in part.nodes for source in node.sources}
-    assert set(names(part)) - used <= roots | sinks
+    averaged = {update.name for node in part.nodes for update in graph.updates(node.averages or "")}
+    assert set(names(part)) - used <= roots | sinks | averaged
     assert {name for name in read if part.has_node(name)} == set(read)
     for model in part.models:
         assert (model.optimizer is not None) == bool(part.updates(model.name))
