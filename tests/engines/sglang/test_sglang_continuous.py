@@ -170,17 +170,19 @@ def test_replicas_share_the_groups_and_agree_on_what_has_ended(pair):
 @pytest.mark.slow
 @pytest.mark.sglang
 def test_rows_go_on_with_other_weights(pair):
-    """After an update both engines go on alike from what the real one has left.
+    """After an update both engines go on alike from the tokens that rows have already.
 
     Token 11 ends two of the groups at once, the others go on to the limit.
     """
     sampling = Sampling(max_new_tokens=110, temperature=0.0, stop_tokens=(11,))
     real, plain = Flow(pair.rollout, sampling), Flow(pair.plain, sampling)
-    real.advance(1)
-    assert real.begun
-    assert not real.over.all()
-    plain.made, plain.scores, plain.over = real.made, real.scores, real.over.clone()
-    plain.begun = real.begun
+    prompts = ragged_rows(PROMPTS, torch.int64)
+    first = replace(sampling, n=N, max_new_tokens=40)
+    begun = pair.plain.generate(prompts, first, KEY, real.rows)
+    for flow in (real, plain):
+        flow.made, flow.scores = begun.response_tokens, begun.log_probs
+        flow.over, flow.begun = begun.finished.clone(), frozenset(range(len(PROMPTS)))
+    assert {True, False} == set(real.over.tolist())
     pair.update(1, 5)
     for flow in (real, plain):
         flow.advance(len(PROMPTS))
