@@ -151,6 +151,8 @@ def test_what_the_system_refuses_is_no_bug(rlflow, here, monkeypatch):
         (MemoryError(), "E768"),
         (ImportError("libtorch.so: failed to map segment from shared object"), "E768"),
         (OSError(errno.ENOMEM, "none"), "E768"),
+        (OSError("libgomp.so.1: failed to map segment from shared object"), "E768"),
+        (RuntimeError("can't start new thread"), "E768"),
         (OSError(errno.ENOSPC, "full"), "E701"),
     ):
 
@@ -159,6 +161,18 @@ def test_what_the_system_refuses_is_no_bug(rlflow, here, monkeypatch):
 
         monkeypatch.setattr("rlflow.cli.commands.check_all", raises)
         assert f"error[{code}]" in rlflow("check", "mine.py").err
+
+
+def test_no_room_for_libraries_is_said_before_they_are_loaded(rlflow, here, monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (2**30, 2**30))
+    result = rlflow("run", "mine.py")
+    assert (
+        1,
+        "error[E768]: this process may map too little memory for the libraries of a run\n"
+        "  got          1,024 MiB of addresses (ulimit -v 1048576)\n"
+        "  expected     1,600 MiB at least\n"
+        "  fix          ulimit -v unlimited\n",
+    ) == (result.code, result.err)
 
 
 def test_no_pipeline(rlflow, here):

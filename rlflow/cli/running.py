@@ -20,7 +20,6 @@ from rlflow.cli.commands import (
     NOTHING,
     Planned,
     Target,
-    costs_of,
     data_findings,
     declare,
     peaks_of,
@@ -47,6 +46,7 @@ from rlflow.cli.machines import (
 from rlflow.cli.planning.missing_models import hub_findings
 from rlflow.cli.shell.leaving import said_if_ended, unless_stopped
 from rlflow.cli.stages.parts import require_trained
+from rlflow.cli.tracing.costs import costs_kept
 from rlflow.cli.tracing.observing import check_observed, observer_of, profiled_actions
 from rlflow.errors import Finding, GraceOver, Interrupted, Preempted, UsageError
 from rlflow.graph.cut.whole import whole_rollouts
@@ -60,8 +60,9 @@ from rlflow.runtime.record.rundir import RUN_FILE, RUNS, RunDir, fresh_path
 from rlflow.runtime.record.saves import SaveRule, parse_rule
 from rlflow.runtime.record.spans import read_spans
 from rlflow.runtime.record.stages import stage, telling
+from rlflow.runtime.refusals import require_addresses
 from rlflow.scheduler.devices.machine import chosen_text, machine_gpus
-from rlflow.scheduler.devices.measured import Origin, costs_path
+from rlflow.scheduler.devices.measured import Origin
 from rlflow.scheduler.plan.plan import Plan
 from rlflow.scheduler.plan.text import plan_text
 
@@ -70,7 +71,6 @@ if TYPE_CHECKING:
 
     from rlflow.cli.door.events import RunWatch
     from rlflow.cli.elastic.attempts import Growth
-    from rlflow.runtime.display import Display
     from rlflow.runtime.record.checkpoint import Found
     from rlflow.runtime.run import Settings
 
@@ -162,6 +162,7 @@ def _run(
     watch: RunWatch | None,
     options: dict[str, Any],
 ) -> Outcome:
+    require_addresses()
     address = options["address"]
     if address is not None:
         options["backend"] = backend_joining(options.get("backend"), address)
@@ -283,7 +284,7 @@ def _execute(planned: Planned, asked: _Asked, console: Console) -> Outcome:
             if growth is not None:
                 growth.take(run, directory.path)
             with (
-                _measured(planned, directory, display, begun=run.start, origin=asked.origin),
+                costs_kept(planned, directory, display, begun=run.start, origin=asked.origin),
                 record_kept(recording, machine.record_notes, run.start, display),
             ):
                 done = run.execute()
@@ -332,31 +333,6 @@ def _settings(
         observer=observer_of(planned, asked.options, directory.home),
         digests=digests,
     )
-
-
-@contextmanager
-def _measured(
-    planned: Planned, directory: RunDir, display: Display, *, begun: int, origin: Origin
-) -> Iterator[None]:
-    """Keep what the run inside took, for later plans, where it ends well or is stopped."""
-    from rlflow.runtime.record.calibration import write_back
-
-    def keep() -> None:
-        path = costs_path()
-        if path is None:
-            return
-        plan, costs = planned.compiled.plan, costs_of(planned)
-        problem = write_back(plan, costs, directory, path, begun=begun, origin=origin)
-        if problem:
-            display.warn(problem)
-
-    unless_stopped()
-    try:
-        yield
-    except Interrupted:
-        keep()
-        raise
-    keep()
 
 
 @contextmanager

@@ -7,11 +7,13 @@ function forked and that comes back here ends.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import io
 import os
 import pickle
 import resource
+import shutil
 import signal
 import sys
 import threading
@@ -24,8 +26,9 @@ HEADER = 8
 PR_SET_PDEATHSIG = 1
 # Letters of a printed line that travel: the parent holds no more of a function that never ends one.
 LONGEST = 64 * 2**10
-# Of the machine's memory, what this process may take; and how readily the kernel ends it, of 1000,
-# where there is none left: the run itself is worth more.
+# Of the machine's memory, what this process may take, and of the disk's free space, what one file
+# may have that it writes. How readily the kernel ends it, of 1000, where no memory is left: the run
+# itself is worth more.
 SHARE, EXPENDABLE = 0.5, "500"
 WRITING = threading.RLock()
 
@@ -55,11 +58,15 @@ def main() -> None:
 
 
 def _bound() -> None:
-    """Leave the memory of the machine to the run: a function that takes it fails, alone."""
+    """Leave memory and disk of the machine to the run: a function that takes them fails, alone."""
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    most, (_, hard) = int(SHARE * pages * size), resource.getrlimit(resource.RLIMIT_DATA)
-    if hard == resource.RLIM_INFINITY or most <= hard:
-        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+    rooms = {resource.RLIMIT_DATA: pages * size}
+    with contextlib.suppress(OSError):  # the working directory may be gone
+        rooms[resource.RLIMIT_FSIZE] = shutil.disk_usage(".").free
+    for limit, there in rooms.items():
+        most, (_, hard) = int(SHARE * there), resource.getrlimit(limit)
+        if hard == resource.RLIM_INFINITY or most <= hard:
+            resource.setrlimit(limit, (most, hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     try:
         with open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123  one line, at each start

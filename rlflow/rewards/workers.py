@@ -26,13 +26,17 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any
 
 from rlflow.errors import Finding, RewardError, error_text
 from rlflow.userfiles import dumped, own_modules
 
 START = 60.0
 HEADER = 8
+# Bytes of standard error of a process that are shown, how many are read at once, and seconds that
+# its last words are waited for.
+MOST_ERRORS, PART, LAST_WORDS = 2**20, 2**16, 1.0
+NO_MORE = b"\nrlflow: what else a reward's process writes to standard error is not shown\n"
 MARK = "RLFLOW_REWARD_PROCESS"
 OWN = __name__.partition(".")[0]
 
@@ -101,9 +105,15 @@ class _Process:
             [sys.executable, "-m", "rlflow.rewards.child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             env=environment | {"OMP_NUM_THREADS": "1", MARK: self._mark},
             start_new_session=True,
         )
+        assert self._child.stderr is not None
+        self._errors = threading.Thread(
+            target=_hand_on, args=(self._child.stderr,), name="reward-errors", daemon=True
+        )
+        self._errors.start()
         self._known: set[str] = set()
         self._numbers = itertools.count()
         self._started = False
@@ -143,6 +153,7 @@ class _Process:
         for pid in _marked(f"{MARK}={self._mark}".encode()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        self._errors.join(LAST_WORDS)
         for pipe in (self._child.stdin, self._child.stdout):
             if pipe is not None:
                 _close(pipe)
@@ -174,6 +185,18 @@ class _Process:
                 raise WorkerLost(f"the process of the call died ({_status(status)})")
             found += part
         return found
+
+
+def _hand_on(pipe: IO[bytes]) -> None:
+    """Write to standard error what comes through a pipe, no more than `MOST_ERRORS` of it."""
+    left = MOST_ERRORS
+    with pipe:
+        while part := os.read(pipe.fileno(), PART):
+            if left > 0:
+                shown, left = part[:left], left - len(part)
+                shown += b"" if left > 0 else NO_MORE
+                with contextlib.suppress(OSError):  # nobody can read it
+                    os.write(2, shown)
 
 
 def _marked(mark: bytes) -> Iterator[int]:

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from typing import Any, NoReturn
@@ -115,6 +117,13 @@ def prints_much(value: float) -> float:
     """Ten million characters; the value is right."""
     for _ in range(1000):
         print("x" * 10_000)
+    return value
+
+
+def fills_the_disk(value: float) -> float:
+    """All that is free and more, without a block: as far as the system lets it."""
+    with tempfile.TemporaryFile() as file:
+        file.truncate(shutil.disk_usage(".").free + 1)
     return value
 
 

@@ -512,7 +512,7 @@ def reward_rows() -> Iterator[Row]:
     for name in BOUNDED:
         yield row("R2", name, "error", partial(acted, name, "E640", LIMIT), ", timeout=")
         yield row("R10", name, "goes on", partial(counted, name), ", groups dropped")
-    for name in ("crashes", "is_killed", "exits_3", "leaves_a_child"):
+    for name in ("crashes", "is_killed", "exits_3", "leaves_a_child", "fills_the_disk"):
         yield row("R6", name, "error", partial(acted, name, "E640", LIMIT), ", timeout=")
     for name, number in (("crashes", signal.SIGSEGV), ("is_killed", signal.SIGKILL)):
         yield row("K7", name, "continues", partial(ends_the_process, name, number), "")

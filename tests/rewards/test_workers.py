@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import resource
 import subprocess
 import threading
 import time
@@ -161,6 +162,50 @@ def test_what_a_call_started_ends_with_a_process_that_left(tmp_path):
     assert not _alive(int(path.read_text()))
     with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
         pool.call(packed_function(raises_ctrl_c), {}, 20)
+    pool.close()
+
+
+def floods_standard_error() -> float:
+    for _ in range(40):
+        os.write(2, b"x" * 2**16)
+    return 1.0
+
+
+def test_what_a_call_writes_to_standard_error_has_a_bound(capfd):
+    pool = Workers(1)
+    assert 1.0 == pool.call(packed_function(floods_standard_error), {}, 20)
+    assert 1.0 == pool.call(packed_function(floods_standard_error), {}, 20)
+    pool.close()
+    said = capfd.readouterr().err
+    assert 2**20 == said.count("x") - workers.NO_MORE.decode().count("x")
+    assert said.endswith(workers.NO_MORE.decode())
+
+
+def says_last_words() -> None:
+    os.write(2, b"last words")
+    os._exit(3)
+
+
+def test_last_words_are_shown_before_the_error(capfd):
+    pool = Workers(1)
+    with pytest.raises(WorkerLost, match="exit code 3"):
+        pool.call(packed_function(says_last_words), {}, 20)
+    assert "last words" == capfd.readouterr().err
+
+
+def writes_too_much(path: str) -> float:
+    """One byte beyond half of what the disk has free; the file has no blocks."""
+    with Path(path).open("wb") as file:
+        file.truncate(resource.getrlimit(resource.RLIMIT_FSIZE)[0] + 1)
+    return 1.0
+
+
+def test_a_file_of_a_call_leaves_half_of_the_disk(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pool, path = Workers(1), tmp_path / "much"
+    with pytest.raises(OSError, match="File too large"):
+        pool.call(packed_function(writes_too_much), {"path": str(path)}, 20)
+    assert 0 == path.stat().st_size
     pool.close()
 
 

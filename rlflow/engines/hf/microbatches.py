@@ -31,6 +31,8 @@ from rlflow.graph.fields import PICTURES, PIXELS
 
 # What torch says where the host has no memory, as an error of no type of its own.
 HOST = "can't allocate memory"
+# What oneDNN says where a product has no room; where it knows none, it names a descriptor.
+NO_PRODUCT = "could not create a primitive"
 SCORES = ("log_probs", "entropy")
 EXPERTS = {PROMPTS, RESPONSES}
 OUTPUTS: dict[Head, tuple[str, ...]] = {
@@ -65,7 +67,9 @@ def require_outputs(outputs: Collection[str], model: str, head: Head) -> None:
 
 def ran_out(error: BaseException) -> bool:
     """Whether an error says that a device, or the host, has no memory left."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or HOST in str(error)
+    said = str(error)
+    unmade = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return unmade or HOST in said or said == NO_PRODUCT
 
 
 def chosen_ids(batch: Batch) -> Tensor | None:
