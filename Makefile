@@ -75,6 +75,7 @@ SLOWER  := 1
 chaos: $(STAMP)  ## every fault of the matrix in whole runs, and what was left; SAMPLE=20 SEED=3 draws some, ONLY="K6, D2" names some
 	RLFLOW_CHAOS_SAMPLE=$(SAMPLE) RLFLOW_CHAOS_SEED=$(SEED) RLFLOW_CHAOS_ROWS="$(ONLY)" RLFLOW_CHAOS_MISSING=$(MISSING) RLFLOW_CHAOS_SLOWER=$(SLOWER) \
 		RLFLOW_SGLANG_PYTHON=$${RLFLOW_SGLANG_PYTHON:-$(wildcard $(CURDIR)/.venv-sglang/bin/python)} \
+		RLFLOW_VLLM_PYTHON=$${RLFLOW_VLLM_PYTHON:-$(wildcard $(CURDIR)/.venv-vllm/bin/python)} \
 		RLFLOW_CHAOS_REPORT=$(if $(SAMPLE),build/chaos.md,benchmarks/results/chaos.md) \
 		$(BIN)/python -m pytest tests/chaos -m chaos --no-showlocals -p no:cacheprovider -n 2 --maxschedchunk=1
 

@@ -33,7 +33,7 @@ class Row:
     expect: Expectation
     seconds: float = SHORT
     inject: Callable[[Scene], None] | None = None
-    needs: Literal["", "ray", "sglang", "gpu", "hosts"] = ""
+    needs: Literal["", "ray", "sglang", "vllm", "gpu", "hosts"] = ""
     own: bool = True
 
     def __post_init__(self) -> None:

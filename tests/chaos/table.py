@@ -23,6 +23,7 @@ JAIL = "rewards/test_sandbox.py::test_"
 JUDGE = "rewards/test_judging.py::test_"
 REMOTE = "rewards/test_remote.py::test_"
 ENGINE = "engines/sglang/test_sglang"
+VLLM = "engines/test_vllm.py::test_"
 BAD = "test_bad_input.py::test_"
 NUMBERS = "ops/test_not_finite.py::test_"
 
@@ -312,7 +313,15 @@ TESTED: tuple[Told, ...] = (
         "error",
         300,
         "sglang",
-        (f"{ENGINE}_answers.py",),
+        ("engines/faults/test_answers.py",),
+    ),
+    (
+        "G4 vllm",
+        "the same of a real vLLM",
+        "error",
+        300,
+        "vllm",
+        ("engines/faults/test_answers.py",),
     ),
     (
         "G6 sglang",
@@ -320,7 +329,18 @@ TESTED: tuple[Told, ...] = (
         "continues",
         600,
         "sglang",
-        (f"{ENGINE}_losses.py",),
+        ("engines/faults/test_losses.py",),
+    ),
+    (
+        "G6 vllm",
+        "a real vLLM is killed, stopped: in a generation, an update, asleep, twice, in a run",
+        "continues",
+        600,
+        "vllm",
+        (
+            "engines/faults/test_losses.py",
+            "runtime/test_vllm_runs.py::test_a_run_goes_on_where_its_engine_is_killed",
+        ),
     ),
     (
         "G7 sglang",
@@ -329,6 +349,17 @@ TESTED: tuple[Told, ...] = (
         300,
         "sglang",
         (f"{ENGINE}_weights.py",),
+    ),
+    (
+        "G7 vllm",
+        "weights of a real vLLM that are not those of the trainer; its cache after an update",
+        "error",
+        300,
+        "vllm",
+        (
+            f"{VLLM}weights_that_differ_are_found",
+            f"{VLLM}new_weights_reach_the_engine_and_its_cache_of_prefixes_is_emptied",
+        ),
     ),
     (
         "G7",
@@ -437,16 +468,21 @@ TESTED: tuple[Told, ...] = (
 MISSING = (
     Row(id="K14 gpu", fault="a killed engine's memory on the device", expect="error", needs="gpu"),
 )
+ENGINES = ("sglang", "vllm")
 WHY = {
     "gpu": "this machine has no GPU",
 }
 
 
-def passes(tests: tuple[str, ...], seconds: float, scene: Scene) -> None:
-    """The tests pass, at least one of them was run; `fired` counts those."""
+def passes(tests: tuple[str, ...], seconds: float, engine: str, scene: Scene) -> None:
+    """The tests pass, at least one of them was run; `fired` counts those.
+
+    Of tests that several engines run, those of one `engine`.
+    """
     report = scene.folder / "tests.xml"
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-showlocals"]
     names = [f"{ROOT}/tests/{name}" for name in tests]
+    words += ["-m", engine] * bool(engine)
     made = [*words, f"--junitxml={report}", f"--basetemp={scene.folder / 'b'}", *names]
     scene.folder.joinpath("b").mkdir()
     started = scene.started([*made, f"--rootdir={ROOT}", "-c", ROOT / "pyproject.toml"])
@@ -468,7 +504,7 @@ def tested_rows() -> list[Row]:
             expect=expect,
             seconds=seconds,
             needs=needs,  # type: ignore[arg-type]
-            inject=partial(passes, tests, seconds),
+            inject=partial(passes, tests, seconds, needs if needs in ENGINES else ""),
             own=False,
         )
         for name, fault, expect, seconds, needs, tests in TESTED

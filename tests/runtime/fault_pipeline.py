@@ -54,6 +54,7 @@ def written(
         "ranks": split("sglang", gen=2, tp=2),
         "colocate": colocated("sglang"),
         "stream": split("sglang").model_copy(update={"stream": 2}),
+        "vllm": split("vllm"),
     }
 )
 def greedy(cfg: Config) -> None:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import pytest
 from rlflow.engines.process.client.link import Link, PendingRequest
 from rlflow.engines.process.client.model import EngineModel
 from rlflow.engines.process.client.process_memory import members
+from rlflow.graph.user.engines import SGLang
 from tests.conftest import ended, process
 from tests.runtime.test_engine_runs import MARK, PYTHON, left, metrics_of
 
@@ -67,19 +69,19 @@ class Fault:
         disturb: Callable[[EngineModel], None],
         *turns: int,
         at_once: bool = False,
+        loader: str = SGLang.loader,
     ) -> None:
         self.do, self.disturb, self.turns = do, disturb, turns
         self.waits = do == "generate" and not at_once
-        self.asked = 0
+        self.loader, self.asked = loader, 0
         self.disturbed: list[int] = []
         self.models: list[EngineModel] = []
         self.threads: list[threading.Thread] = []
 
     def beset(self, patch: pytest.MonkeyPatch) -> None:
         """Watch the engine that a run loads."""
-        from rlflow.engines.process.client import load
-
-        loading, ask, sleep = load.load_sglang, Link.ask, EngineModel._sleep
+        module, _, name = self.loader.partition(":")
+        loading, ask, sleep = getattr(import_module(module), name), Link.ask, EngineModel._sleep
 
         def loaded(*words: Any, **more: Any) -> Any:
             model, rollout = loading(*words, **more, patience=PATIENCE)
@@ -105,7 +107,7 @@ class Fault:
                 self.strike(link, link.moved)
                 assert link.lost.wait(60)
 
-        patch.setattr(load, "load_sglang", loaded)
+        patch.setattr(import_module(module), name, loaded)
         patch.setattr(Link, "ask", asked)
         patch.setattr(EngineModel, "_sleep", slept)
 
@@ -162,6 +164,36 @@ def numbers(metrics: dict[str, float]) -> dict[str, float]:
     return {k: v for k, v in metrics.items() if not any(word in k for word in apart)}
 
 
+def goes_on_alike(
+    whole: Ran,
+    watch: Fault,
+    words: tuple[str, ...],
+    rlflow: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A disturbed run has each sample once and the numbers of a whole one, and leaves nothing."""
+    monkeypatch.setenv(MARK, str(tmp_path))
+    watch.beset(monkeypatch)
+    found = Ran(rlflow, tmp_path, *words)
+    for thread in watch.threads:
+        thread.join()
+    assert 0 == found.result.code, found.result.err
+    (model,) = watch.models
+    assert (1, 2) == (len(watch.disturbed), model.replica.starts)
+    assert [] == left(tmp_path)
+    assert ITERATIONS == len(found.seen)
+    for iteration, batch in enumerate(found.seen):
+        first = iteration * ROWS
+        assert [*range(first, first + ROWS)] == sorted(sample for sample, _, _ in batch)
+        assert all([iteration] * TOKENS == versions for _, _, versions in batch)
+    assert whole.tokens() == found.tokens()
+    assert whole.tokens()[0] != whole.tokens()[1]
+    assert ITERATIONS == len(found.metrics)
+    for mine, theirs in zip(found.metrics, whole.metrics, strict=True):
+        assert numbers(theirs) == pytest.approx(numbers(mine), rel=1e-3, abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
@@ -183,27 +215,7 @@ def test_a_run_goes_on_with_the_same_numbers(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole = undisturbed(rlflow)
-    monkeypatch.setenv(MARK, str(tmp_path))
-    watch = Fault(*fault)
-    watch.beset(monkeypatch)
-    found = Ran(rlflow, tmp_path, *words)
-    for thread in watch.threads:
-        thread.join()
-    assert 0 == found.result.code, found.result.err
-    (model,) = watch.models
-    assert (1, 2) == (len(watch.disturbed), model.replica.starts)
-    assert [] == left(tmp_path)
-    assert ITERATIONS == len(found.seen)
-    for iteration, batch in enumerate(found.seen):
-        first = iteration * ROWS
-        assert [*range(first, first + ROWS)] == sorted(sample for sample, _, _ in batch)
-        assert all([iteration] * TOKENS == versions for _, _, versions in batch)
-    assert whole.tokens() == found.tokens()
-    assert whole.tokens()[0] != whole.tokens()[1]
-    assert ITERATIONS == len(found.metrics)
-    for mine, theirs in zip(found.metrics, whole.metrics, strict=True):
-        assert numbers(theirs) == pytest.approx(numbers(mine), rel=1e-3, abs=1e-4)
+    goes_on_alike(undisturbed(rlflow), Fault(*fault), words, rlflow, tmp_path, monkeypatch)
 
 
 @pytest.mark.extra

@@ -121,16 +121,16 @@ def test_a_row_is_settled_once_no_other_can_end_before_it():
 
 
 def test_the_rows_as_fields():
-    made, _ = rows(3, [answered(2, 1), answered(0, 3, "length"), answered(1, 2, "abort")])
+    made, _ = rows(3, [answered(2, 1), answered(0, 6, "length"), answered(1, 2, "abort")])
     made.run()
     found = made.result(None)
-    assert [0, 1, 2, 1, 2, 2] == flat(found.response_tokens).tolist()
-    assert [3, 2, 1] == lengths(found.log_probs).tolist()
-    assert [0, 0, 0, -0.5, -0.5, -1] == flat(found.log_probs).tolist()
+    assert [0, 1, 2, 3, 4, 5, 1, 2, 2] == flat(found.response_tokens).tolist()
+    assert [6, 2, 1] == lengths(found.log_probs).tolist()
+    assert [0, 0, 0, 0, 0, 0, -0.5, -0.5, -1] == flat(found.log_probs).tolist()
     assert [False, False, True] == found.finished.tolist()
     assert (6, {"3"}) == (made.cached, made.versions)
     some = made.result(torch.tensor([0, 2]))
-    assert [0, 1, 2, 2] == flat(some.response_tokens).tolist()
+    assert [0, 1, 2, 3, 4, 5, 2] == flat(some.response_tokens).tolist()
 
 
 def test_what_is_left_of_a_lost_engine_is_asked_of_the_next_one():
@@ -188,6 +188,8 @@ WRONG = {
     "token -1 of": {"tokens": array("q", [1, -1, 2]).tobytes()},
     "a log-prob of 0.5": {"log_probs": array("f", [-1.0, 0.5, -1.0]).tobytes()},
     "7 tokens, and 6 at most": answered(0, 7),
+    "0 tokens, and 'stop' ends 1 at least": {"tokens": b"", "log_probs": b""},
+    "3 tokens, and 'length' ends 6 at least": answered(0, 3, "length"),
     "row 5 that nobody has asked for": {"row": 5},
     "row 1 a second time": {"row": 1},
 }

@@ -205,11 +205,13 @@ class Rows:
             raise WrongAnswerError(f"row {row} {again}")
         tokens, log_probs = array("q", message["tokens"]), array("f", message["log_probs"])
         made = message.get("made", len(tokens))
-        wrong = wrong_row(tokens, log_probs, made, self._vocabulary, self._most(row))
+        most, reason = self._most(row), message["reason"]
+        wrong = wrong_row(tokens, log_probs, made, self._vocabulary, most)
+        wrong = wrong or wrong_end(len(tokens), reason, most)
         if wrong:
             raise WrongAnswerError(f"row {row}: {wrong}")
         self.tokens[row], self.log_probs[row] = tokens, log_probs
-        self.finished[row] = message["reason"] == "stop"
+        self.finished[row] = reason == "stop"
         self.experts[row] = message.get("experts", b"")
         self.cached += message["cached"]
         self.drafted += message.get("drafted", 0)
@@ -255,6 +257,15 @@ def wrong_row(
     if any(each > ROUNDING for each in log_probs):
         return f"a log-prob of {max(log_probs):.3g}"
     return ""
+
+
+def wrong_end(tokens: int, reason: str, most: int) -> str:
+    """Why a row of so many tokens cannot have ended for a reason, in words; nothing where it can.
+
+    Text without ids has no tokens: a row that a token stops has that token.
+    """
+    least = {"stop": 1, "length": most}.get(reason, 0)
+    return f"{tokens} tokens, and {reason!r} ends {least} at least" if tokens < least else ""
 
 
 class CompleteGroups:

@@ -11,9 +11,10 @@ from rlflow.batch import flat, ragged_rows
 from rlflow.contract.values import SampleKey, Sampling
 from rlflow.engines.process.client.link import Link
 from rlflow.errors import RunError
+from tests.engines.faults.conftest import for_each
 from tests.engines.sglang.conftest import GREEDY, PROMPTS, same
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.sglang]
+pytestmark = [pytest.mark.torch, pytest.mark.slow, for_each("sglang", "vllm")]
 
 KEY = SampleKey(seed=1, iteration=0, stream="gen")
 SPOILED = {

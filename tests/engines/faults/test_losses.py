@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -18,9 +19,10 @@ from rlflow.contract.values import Reach, SampleKey, Sampling
 from rlflow.engines.process.client.link import Link
 from rlflow.engines.process.client.process_memory import members
 from rlflow.errors import RunError
-from tests.engines.sglang.conftest import PYTHON, ROOT, TINY, group, same, start
+from tests.engines.faults.conftest import for_each
+from tests.engines.sglang.conftest import ROOT, TINY, group, same
 
-pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.sglang]
+pytestmark = [pytest.mark.torch, pytest.mark.slow, for_each("sglang", "vllm")]
 
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10], [11, 3], [9, 12, 4, 13, 5, 14]]
 LONG = Sampling(max_new_tokens=100, temperature=0.0, n=32)
@@ -163,8 +165,8 @@ def test_an_engine_lost_asleep_is_started_when_it_wakes(pair):
     same(*pair.generate(PROMPTS, GREEDY))
 
 
-def test_a_second_loss_is_one_error(pair):
-    model, rollout = start()
+def test_a_second_loss_is_one_error(kind):
+    model, rollout = kind.start()
     prompts = ragged_rows(PROMPTS, torch.int64)
     leaders = [group(model)[0]]
 
@@ -186,12 +188,12 @@ def test_a_second_loss_is_one_error(pair):
     assert [[], []] == [members(leader) for leader in leaders]
 
 
-WORKER = f"""
-import os, sys, torch
-from rlflow.engines.process.client.load import load_sglang
-from rlflow.graph.user.engines import SGLang
-model, rollout = load_sglang({TINY!r}, name="gen", dtype=torch.float32, device="cpu",
-    options=SGLang(python={PYTHON!r}, max_total_tokens=8192))
+WORKER = """
+import json, sys, torch
+from rlflow.graph.user import engines
+name, given, path = sys.argv[1:]
+options = getattr(engines, name)(**json.loads(given))
+model, rollout = options.load(path, name="gen", dtype=torch.float32, device="cpu")
 print(model.replica._process.pid, flush=True)
 sys.stdin.read()
 """
@@ -204,9 +206,10 @@ sys.stdin.read()
         *(pytest.param(how, marks=pytest.mark.extra) for how in ("stopped, killed", "ended")),
     ],
 )
-def test_no_process_is_left_of_a_worker_that_is_gone(pair, how):
+def test_no_process_is_left_of_a_worker_that_is_gone(kind, how):
+    words = [kind.options.__name__, json.dumps(kind.given), TINY]
     worker = subprocess.Popen(
-        [sys.executable, "-c", WORKER],
+        [sys.executable, "-c", WORKER, *words],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -229,8 +232,8 @@ def test_no_process_is_left_of_a_worker_that_is_gone(pair, how):
     assert [] == members(leader)
 
 
-def test_no_process_is_left_after_closing(pair):
-    model, _ = start()
+def test_no_process_is_left_after_closing(kind):
+    model, _ = kind.start()
     leader, wrote = group(model)[0], model.replica._process.directory
     model.close()
     assert [] == members(leader)
