@@ -57,8 +57,8 @@ def run(program, preexec_fn=listening):
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.rows(3)
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+@pytest.mark.rows(5)
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU"])
 @pytest.mark.parametrize(
     ("program", "said"),
     [

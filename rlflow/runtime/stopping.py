@@ -1,9 +1,10 @@
 """How a run is told to stop by signals, and in how many seconds it has to be over.
 
-The first Ctrl-C or SIGTERM lets what has begun end, the second does not; so does SIGHUP, of a
-terminal that is closed, however often it comes. A scheduler that takes the
-machine away sends SIGTERM once and SIGKILL some seconds later: `grace` are those seconds, in which
-the run saves what it has done, or else ends with its last checkpoint before it is killed.
+The first Ctrl-C or SIGTERM lets what has begun end, the second does not. So do signals that are
+repeated by who sends them, however often they come: SIGHUP of a terminal that is closed, SIGUSR1
+of a scheduler that warns, SIGXCPU where the seconds of processors are used up. A scheduler that
+takes the machine away sends SIGTERM once and SIGKILL some seconds later: `grace` are those seconds,
+in which the run saves what it has done, or else ends with its last checkpoint before it is killed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from rlflow.runtime.execute.executor import Executor
 # Threads that a run which stopped at once has left to what they compute: whoever ends the
 # interpreter before they have ended ends the process by SIGABRT.
 LEFT_BEHIND: WeakSet[threading.Thread] = WeakSet()
+REPEATED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)
 # Of the seconds of grace, and at least so many, what is left for processes to end.
 RESERVE, LEAST = 0.1, 1.0
 
@@ -52,10 +54,11 @@ class Stopping:
         def on_signal(number: int, frame: FrameType | None) -> None:
             if self.preempted and number == signal.SIGTERM:
                 return  # schedulers repeat themselves
-            if self.asked and number == signal.SIGHUP:
-                return  # a shell and the kernel both send it
-            if not self.asked:
-                self.ask(executor, within=self._grace if number == signal.SIGTERM else None)
+            if self.asked and number in REPEATED:
+                return
+            within = self._grace if number == signal.SIGTERM else None
+            if not self.asked or within is not None:
+                self.ask(executor, within=within)
                 return
             executor.interrupt()
             then = previous[signal.Signals(number)]
@@ -69,8 +72,9 @@ class Stopping:
             raise GraceOver
 
         handled = {signal.SIGINT: on_signal, signal.SIGTERM: on_signal}
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as `nohup` has it
-            handled[signal.SIGHUP] = on_signal
+        for number in REPEATED:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` has SIGHUP
+                handled[number] = on_signal
         if self._grace is not None:
             handled[signal.SIGALRM] = on_alarm
         previous = {number: signal.signal(number, does) for number, does in handled.items()}

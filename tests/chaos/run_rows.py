@@ -102,11 +102,17 @@ def preempted(scene: Scene) -> None:
     scene.continues()
 
 
-def out_of_time(scene: Scene) -> None:
-    """SIGTERM with a grace that a hung reward outlasts: over before it ends, with what is saved."""
+def out_of_time(warning: signal.Signals | None, scene: Scene) -> None:
+    """SIGTERM with a grace that a hung reward outlasts: over before it ends, with what is saved.
+
+    A `warning` may come before, by which the run would end had it not hung.
+    """
     started = scene.command("--grace", 10, **{ACT: "sleeps@40"})
     scene.wait_for(lambda: (scene.folder / "fired").exists(), started)
     scene.acted()
+    if warning is not None:
+        started.send_signal(warning)
+        time.sleep(1.0)
     began = time.monotonic()
     started.send_signal(signal.SIGTERM)
     result = scene.ended(started, 30)
@@ -410,12 +416,12 @@ def run_rows() -> Iterator[Row]:
                     expect="continues",
                     inject=partial(signalled, name, times, phase),
                 )
-    for times in (1, 2):
+    for name, times in (("SIGHUP", 1), ("SIGHUP", 2), ("SIGUSR1", 2), ("SIGXCPU", 2)):
         yield Row(
-            id=f"K6 SIGHUP {times} rollout",
-            fault=f"SIGHUP, {times} times, in rollout",
+            id=f"K6 {name} {times} rollout",
+            fault=f"{name}, {times} times, in rollout",
             expect="continues",
-            inject=partial(signalled, "SIGHUP", times, "rollout"),
+            inject=partial(signalled, name, times, "rollout"),
         )
     for how in ("loop", "with"):
         yield Row(
@@ -425,12 +431,13 @@ def run_rows() -> Iterator[Row]:
             inject=partial(program_interrupted, how),
         )
     yield Row(id="K15 in time", fault="SIGTERM with --grace", expect="continues", inject=preempted)
-    yield Row(
-        id="K15 out of time",
-        fault="SIGTERM with --grace, and a reward that hangs",
-        expect="continues",
-        inject=out_of_time,
-    )
+    for way, warning in (("", None), (", warned", signal.SIGUSR1)):
+        yield Row(
+            id=f"K15 out of time{way}",
+            fault=f"SIGTERM with --grace, and a reward that hangs{way}",
+            expect="continues",
+            inject=partial(out_of_time, warning),
+        )
     yield Row(id="K10", fault="the shell dies", expect="goes on", inject=parent_dies)
     yield from disk_rows()
     yield from reward_rows()

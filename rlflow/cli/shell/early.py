@@ -77,8 +77,9 @@ def _stream(raw: io.FileIO, like: TextIO | None) -> TextIO:
     )
 
 
-# What stops a command. SIGHUP is of a terminal that is closed.
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# What stops a command. SIGHUP is of a terminal that is closed, SIGUSR1 of a scheduler that warns,
+# SIGXCPU of seconds of processors that are used up (`ulimit -t`).
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU)
 
 
 def on_stops(handler: Callable[[int, FrameType | None], None]) -> None:
