@@ -175,6 +175,17 @@ def test_no_room_for_libraries_is_said_before_they_are_loaded(rlflow, here, monk
     ) == (result.code, result.err)
 
 
+def test_a_working_directory_that_is_gone(rlflow, here, tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    file = here / "mine.py"
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    result = rlflow("check", file)
+    assert 2 == result.code
+    assert result.err.startswith("error[E705]: the working directory is not there any more\n")
+
+
 def test_no_pipeline(rlflow, here):
     rewrite(here, "@rf.pipeline()\n", "")
     result = rlflow("run", "mine.py")

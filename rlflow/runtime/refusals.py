@@ -47,6 +47,14 @@ def _unloaded(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and str(error) == NO_THREAD
 
 
+def _is_somewhere() -> bool:
+    """Whether the working directory is there, from which paths are read."""
+    try:
+        return bool(Path.cwd())
+    except FileNotFoundError:
+        return False
+
+
 def refusal(error: BaseException) -> RlflowError | None:
     """An error for what the system refused; None for what else is raised.
 
@@ -57,6 +65,9 @@ def refusal(error: BaseException) -> RlflowError | None:
         return RunError(Finding(code="E768", what=what, fix="free -h; ulimit -v; ulimit -u"))
     if not isinstance(error, OSError):
         return None
+    if isinstance(error, FileNotFoundError) and not _is_somewhere():
+        what = "the working directory is not there any more"
+        return UsageError(Finding(code="E705", what=what, got=str(error), fix="cd to another one"))
     said, what, folder = error.filename, "write the output", Path()
     if isinstance(said, str | bytes):
         file = Path(os.fsdecode(said))
