@@ -50,6 +50,22 @@ def test_the_closing_line_says_so_and_joins_the_last_iteration(tmp_path):
     assert {} == final_metrics(path)
 
 
+@pytest.mark.parametrize("there", ["nothing", "another"])
+def test_what_would_be_kept_nowhere_is_an_error(tmp_path, there):
+    """A run whose directory was removed or moved away does not train on for nothing."""
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.parent.mkdir()
+    with MetricsLog(path) as log:
+        log.write(0, {"x": 1.0})
+        path.parent.rename(tmp_path / "moved")
+        if there == "another":
+            path.parent.mkdir()
+            path.touch()
+        with pytest.raises(RunError, match=f"E705.*cannot write {path}"):
+            log.write(1, {"x": 1.0})
+    assert 1 == len(read_metrics(tmp_path / "moved" / "metrics.jsonl"))
+
+
 @pytest.mark.parametrize(
     "value", [0.1, -0.0, 5e-324, 1 / 3, 1e308, math.inf, -math.inf, math.nan, 2**60]
 )

@@ -7,6 +7,7 @@ not. This file does not know what a metric means.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -69,6 +70,9 @@ class MetricsLog:
         mark = {"closing": True} if closing else {}
         line = json.dumps({"iteration": iteration, **mark, "metrics": values}, allow_nan=False)
         with disk_errors(RunError, f"write {self.path}", self.path.parent):
+            # What is written to a file that was removed or moved is kept nowhere.
+            if not os.path.samestat(self.path.stat(), os.fstat(self._file.fileno())):
+                raise FileNotFoundError(errno.ENOENT, "another file is there", str(self.path))
             append(self._file, f"{line}\n".encode())
             fault("metrics:write")
 
