@@ -313,7 +313,7 @@ TESTED: tuple[Told, ...] = (
         "error",
         300,
         "sglang",
-        ("engines/faults/test_answers.py",),
+        ("engines/faults/test_spoiled_answers.py",),
     ),
     (
         "G4 vllm",
@@ -321,7 +321,7 @@ TESTED: tuple[Told, ...] = (
         "error",
         300,
         "vllm",
-        ("engines/faults/test_answers.py",),
+        ("engines/faults/test_spoiled_answers.py",),
     ),
     (
         "G6 sglang",
@@ -329,7 +329,7 @@ TESTED: tuple[Told, ...] = (
         "continues",
         600,
         "sglang",
-        ("engines/faults/test_losses.py",),
+        ("engines/faults/test_lost_engines.py",),
     ),
     (
         "G6 vllm",
@@ -338,7 +338,7 @@ TESTED: tuple[Told, ...] = (
         600,
         "vllm",
         (
-            "engines/faults/test_losses.py",
+            "engines/faults/test_lost_engines.py",
             "runtime/test_vllm_runs.py::test_a_run_goes_on_where_its_engine_is_killed",
         ),
     ),
