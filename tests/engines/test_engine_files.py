@@ -17,13 +17,20 @@ from rlflow.engines.process.server.rlflow_engine_process.sweeping import HELD_FI
 from tests.conftest import ROOT
 
 SHARED = Path("/dev/shm")
-# An engine, and a process of it, each with a file that is mapped and one that is only open.
+# An engine, and a process of it, each with a file that is mapped, one that is only open, and one
+# that is mapped under a name which it has no more, as a semaphore is.
 ENGINE = """
 import mmap, os, sys, time
 def hold(name):
     mapped = open(f"/dev/shm/{name}-mapped", "xb+")
     mapped.truncate(4096)
-    return mmap.mmap(mapped.fileno(), 4096), mapped.close(), open(f"/dev/shm/{name}-open", "xb")
+    named = open(f"/dev/shm/{name}-first", "xb+")
+    named.truncate(4096)
+    held = mmap.mmap(mapped.fileno(), 4096), mmap.mmap(named.fileno(), 4096)
+    mapped.close(), named.close()
+    os.link(f"/dev/shm/{name}-first", f"/dev/shm/{name}-named")
+    os.unlink(f"/dev/shm/{name}-first")
+    return held, open(f"/dev/shm/{name}-open", "xb")
 name = os.environ["NAME"]
 if os.fork() == 0:
     os.close(int(sys.argv[2]))  # by which its end is told
@@ -79,7 +86,8 @@ def wait(met, seconds=30):
     assert met()
 
 
-ALL = ["-child-mapped", "-child-open", "-mapped", "-open"]
+KINDS = ["-mapped", "-named", "-open"]
+ALL = [*(f"-child{kind}" for kind in KINDS), *KINDS]
 
 
 @pytest.mark.parametrize("how", ["killed", "ended"])

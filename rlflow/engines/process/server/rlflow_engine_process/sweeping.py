@@ -44,7 +44,7 @@ def note_held(directory: str, group: int) -> None:
     if before is None:  # the directory is another's, or removed
         return
     new = shared_names() - before - (known or set())
-    held = new & _held_by(group) if new else set()
+    held = _held_by(group, new) if new else set()
     if held:
         _keep(directory, HELD_FILE, held | (known or set()))
 
@@ -63,25 +63,33 @@ def shared_names() -> set[str]:
     return set()
 
 
-def _held_by(group: int) -> set[str]:
-    """The names of shared memory that a process of a group has open or mapped."""
-    found = set()
+def _held_by(group: int, names: set[str]) -> set[str]:
+    """Those of some names of shared memory whose file a process of a group has open or mapped."""
+    files, held = {}, set()
+    for name in names:
+        with contextlib.suppress(OSError):
+            files[os.stat(f"{SHARED}/{name}").st_ino] = name  # noqa: PTH116
     for pid in os.listdir("/proc"):  # noqa: PTH208
         with contextlib.suppress(OSError, ValueError):
             if os.getpgid(int(pid)) == group:
-                found |= {path.removeprefix(f"{SHARED}/") for path in _files_of(pid)}
-    return found
+                held |= _files_of(pid)
+    return {name for number, name in files.items() if number in held}
 
 
-def _files_of(pid: str) -> set[str]:
-    """The paths in shared memory that a process has mapped or open."""
-    paths = set()
+def _files_of(pid: str) -> set[int]:
+    """The files in shared memory that a process has mapped or open, by their numbers.
+
+    Not by their names: a semaphore is mapped under another one than it is given.
+    """
+    found = set()
     with open(f"/proc/{pid}/maps", errors="replace") as lines:  # noqa: PTH123
-        paths |= {line.split(maxsplit=5)[5].rstrip("\n") for line in lines if SHARED in line}
+        found |= {int(line.split(maxsplit=5)[4]) for line in lines if f" {SHARED}/" in line}
     for descriptor in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208
+        link = f"/proc/{pid}/fd/{descriptor}"
         with contextlib.suppress(OSError):
-            paths.add(os.readlink(f"/proc/{pid}/fd/{descriptor}"))  # noqa: PTH115
-    return {path for path in paths if path.startswith(f"{SHARED}/")}
+            if os.readlink(link).startswith(f"{SHARED}/"):  # noqa: PTH115
+                found.add(os.stat(link).st_ino)  # noqa: PTH116
+    return found
 
 
 def _names_in(directory: str, file: str) -> set[str] | None:
