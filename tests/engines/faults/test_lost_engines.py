@@ -35,14 +35,16 @@ PATIENCE = 4.0
 class InFlight:
     """A call in a thread of its own; `disturb` is called once the engine works on it.
 
+    With the first answer the process that computes is stopped, lest the last one comes before.
     From then on what is asked of this engine may stand still for `PATIENCE`; until then it may for
     however long a busy machine takes.
     """
 
     def __init__(self, model, call, disturb):
-        self.made = self.error = None
+        self.made, self.error, self.held = None, None, False
         link = model.replica.link()
         link.patience, before = PATIENCE, link.moved
+        link._pass = self.holding(model, link._pass)
         began = time.monotonic()
         self.thread = threading.Thread(target=self.run, args=(call,))
         self.thread.start()
@@ -52,6 +54,15 @@ class InFlight:
             time.sleep(0.001)  # A loop that only asks would take a core from the engine.
         link.patience = PATIENCE
         disturb(model)
+
+    def holding(self, model, pass_on):
+        def passed(*words, **more):
+            if not self.held:
+                self.held = True
+                os.kill(group(model)[-1], signal.SIGSTOP)
+            pass_on(*words, **more)
+
+        return passed
 
     def run(self, call):
         try:
