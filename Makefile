@@ -91,7 +91,7 @@ kills: $(STAMP)  ## processes of whole runs killed by chance, N=200 of them: not
 		$(BIN)/python -m pytest tests/chaos -m kills --no-showlocals -p no:cacheprovider -n 2 --maxschedchunk=1
 
 fuzz: $(STAMP)  ## files of models and runs, and options, with anything in them: an hour, never an error of rlflow's own
-	env -u CI RLFLOW_EXAMPLES=400 $(BIN)/python -m pytest tests/test_fuzzed_models.py tests/test_fuzzed_commands.py tests/test_fuzzed_runs.py --timeout=7200 -n 2
+	env -u CI RLFLOW_EXAMPLES=400 $(BIN)/python -m pytest tests/test_fuzzed_models.py tests/test_fuzzed_commands.py tests/test_fuzzed_runs.py --timeout=7200 -n 2 --maxschedchunk=1
 
 test-sglang: $(STAMP)  ## the real SGLang engine on this CPU, in an environment of its own (2 GB); BUT="and not extra" leaves some out
 	PYTHON=$(PYTHON) scripts/sglang_cpu.sh .venv-sglang
