@@ -102,6 +102,7 @@ def taken_or_refused(rlflow, command, words):
         ("plan", ["--stream", "²"]),
         ("check", ["--devices", "cpu:2@..4GB"]),
         ("run", ["--from-weights", "1"]),
+        ("simulate", ["--iterations", "9" * 30]),
     ],
 )
 def test_values_that_were_bugs(rlflow, monkeypatch, tmp_path, command, words):

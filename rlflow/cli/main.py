@@ -140,7 +140,9 @@ def export(run_dir: str, output: str, name: str | None, as_json: bool) -> None:
 @cli.command("simulate")
 @plan_options
 @click.option(
-    "--iterations", type=click.IntRange(1), help="Iterations to play; until they repeat by default."
+    "--iterations",
+    type=click.IntRange(1, 100_000),
+    help="Iterations to play; until they repeat by default.",
 )
 @json_option
 @click.option("-o", "--output", metavar="FILE", help="Write a .svg, .png, .pdf, .html or .json.")
